@@ -1,0 +1,100 @@
+"""What flows through a step: a row, its prompt, and the sampled response. Imports no torch at module level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MEDIA = ("image", "audio", "video")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a message: text, or one media item by path or by bytes."""
+
+    type: str
+    """"text", "image", "audio" or "video"."""
+    text: str | None = None
+    path: str | None = None
+    """Relative to the data directory."""
+    data: bytes | None = None
+    """The encoded file, where the media travels inline."""
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    content: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data file."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | None
+    source: str
+    meta: dict[str, Any]
+    root: Path
+    """The data directory that media paths are relative to."""
+    index: int
+    """Position in its file."""
+    chosen: str | None = None
+    rejected: str | None = None
+
+    @property
+    def modality(self) -> str:
+        """"text", or the media types in it, as "image+audio"."""
+        found = {part.type for message in self.messages for part in message.content}
+        return "+".join(kind for kind in MEDIA if kind in found) or "text"
+
+
+@dataclass
+class Prompt:
+    """A row as the model sees it."""
+
+    row: Row
+    ids: list[int]
+    """Expanded token ids: one id per media token, as the processor writes them."""
+    engine_ids: list[int]
+    """The same with one placeholder per media item, which is what the engine expands itself."""
+    media: dict[str, Any]
+    """Decoded media for the engine: {"image": [PIL.Image], "audio": [(float32 array, 16000)]}."""
+    features: dict[str, "torch.Tensor"]
+    """Processor outputs for the trainer: pixel_values, image_grid_thw, input_features, feature_attention_mask."""
+    positions: "torch.Tensor"
+    """(3, T) int64 multimodal rotary positions."""
+
+
+@dataclass
+class Sample:
+    """One sampled response. Small and picklable: ranks exchange these, never media."""
+
+    row: int
+    """Row index in the data file."""
+    group: int
+    """Index of the prompt within the step; all samples of one prompt share it."""
+    child: int
+    """Index within the group."""
+    prompt_ids: list[int]
+    """Expanded prompt ids as the engine saw them."""
+    tokens: list[int]
+    """Response ids, end-of-sequence included when it was sampled. Never re-tokenised."""
+    logprobs: list[float]
+    """The engine's log-probs of `tokens` under the distribution that was sampled from."""
+    finish_reason: str
+    """"stop" or "length"."""
+    text: str = ""
+    policy_version: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By reward name; a failed one is absent."""
+    failed: bool = False
+    """A reward failed with policy "skip": in no statistic and in no update."""
+    reward: float = float("nan")
+    """Weighted sum."""
+    advantage: float = 0.0
