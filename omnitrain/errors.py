@@ -38,6 +38,10 @@ class RewardError(RunError):
     """A reward raised, timed out, or returned something that is not one finite number."""
 
 
+class RewardTimeout(RewardError):
+    """A reward took longer than its time limit for one sample."""
+
+
 class EngineStateError(RunError):
     """A call that the rollout engine's state does not allow."""
 

@@ -123,7 +123,7 @@ class TrainerRollout(_Rollout):
 
 
 def _engine(value: Any) -> str:
-    engine = value.get("engine", "vllm_omni") if isinstance(value, dict) else value.engine
+    engine = value.get("engine", "vllm_omni") if isinstance(value, dict) else getattr(value, "engine", "?")
     return engine if isinstance(engine, str) else "?"
 
 

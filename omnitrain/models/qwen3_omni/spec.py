@@ -1,10 +1,15 @@
 """Qwen3-Omni's section of the recipe and its sizes. Imports no torch."""
 
+import json
+import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from omnitrain.errors import ModelError
 from omnitrain.recipe.base import Section
+from omnitrain.recipe.sizes import Sizes
 
 # Named sets of LoRA targets. Only the Thinker's text decoder is ever matched.
 LORA_TARGETS = {
@@ -49,3 +54,97 @@ class Qwen3OmniModel(Section):
 
     init_from: str | None = None
     """Run directory whose last checkpoint gives the starting weights (same family, same trained parameters)."""
+
+
+PUBLISHED = ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "Qwen/Qwen3-Omni-30B-A3B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Captioner")
+
+_PUBLISHED_SIZES = Sizes(
+    source="published",
+    layers=48,
+    hidden=2048,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    vocab=152064,
+    experts=128,
+    experts_per_token=8,
+    intermediate=768,
+    tied=False,
+    towers=1_190_000_000,  # vision about 0.55e9, audio about 0.64e9
+)
+
+
+def sizes(path: str) -> Sizes | None:
+    """Sizes of the checkpoint at `path`: from its config.json, or the published ones; None if neither is at hand.
+
+    `path` is a directory, or a hub name (then the local hub cache is looked at, never the network).
+    Raises ModelError for a directory that holds no Qwen3-Omni configuration.
+    """
+    config_file = Path(path) / "config.json"
+    if Path(path).is_dir():
+        if not config_file.is_file():
+            raise ModelError(f"model.path: {path} has no config.json; it is not a checkpoint directory")
+    elif path in PUBLISHED:
+        return _PUBLISHED_SIZES
+    else:
+        config_file = _cached_config(path)
+    return _read_sizes(config_file) if config_file else None
+
+
+def _cached_config(name: str) -> Path | None:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
+    return found[-1] if found else None
+
+
+def _read_sizes(config_file: Path) -> Sizes:
+    try:
+        config = json.loads(config_file.read_text())
+        architecture = config.get("model_type")
+    except (ValueError, AttributeError):
+        raise ModelError(f"{config_file} is not a JSON object; the checkpoint is damaged") from None
+    if architecture != "qwen3_omni_moe":
+        raise ModelError(
+            f'model.path: {config_file.parent} is a "{architecture}" checkpoint, and model.family = "qwen3_omni" '
+            'needs "qwen3_omni_moe"'
+        )
+    try:
+        thinker = config["thinker_config"]
+        text, vision, audio = thinker["text_config"], thinker["vision_config"], thinker["audio_config"]
+        return Sizes(
+            source=str(config_file),
+            layers=text["num_hidden_layers"],
+            hidden=text["hidden_size"],
+            heads=text["num_attention_heads"],
+            kv_heads=text["num_key_value_heads"],
+            head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+            vocab=text["vocab_size"],
+            experts=text["num_experts"],
+            experts_per_token=text["num_experts_per_tok"],
+            intermediate=text["moe_intermediate_size"],
+            tied=bool(text.get("tie_word_embeddings", False)),
+            towers=_vision(vision) + _audio(audio),
+        )
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{config_file}: not a Qwen3-Omni configuration, {error} is missing or malformed") from None
+
+
+def _vision(config: dict) -> int:
+    """Parameters of the vision tower, biases left out."""
+    width, merged = config["hidden_size"], config["hidden_size"] * config.get("spatial_merge_size", 2) ** 2
+    block = 4 * width * width + 2 * width * config["intermediate_size"]
+    mergers = 1 + len(config.get("deepstack_visual_indexes", ()))
+    patch = 3 * config.get("temporal_patch_size", 2) * config["patch_size"] ** 2
+    positions = config.get("num_position_embeddings", 0)
+    merger = merged * merged + merged * config["out_hidden_size"]
+    return config["depth"] * block + mergers * merger + (patch + positions) * width
+
+
+def _audio(config: dict) -> int:
+    """Parameters of the audio tower, biases left out."""
+    width, channels = config["d_model"], config["downsample_hidden_size"]
+    layer = 4 * width * width + 2 * width * config["encoder_ffn_dim"]
+    bins = -(-config["num_mel_bins"] // 8)  # three convolutions of stride 2
+    front = 9 * channels * (1 + 2 * channels) + channels * bins * width
+    return config["encoder_layers"] * layer + front + width * width + width * config["output_dim"]

@@ -1,0 +1,71 @@
+"""Several prompts with their responses as one packed row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from omnitrain.data.sample import Prompt
+
+
+@dataclass
+class Packed:
+    """The thinker's inputs for one packed row, and where the responses are."""
+
+    inputs: dict[str, torch.Tensor]
+    index: torch.Tensor
+    """(N,) positions whose next token is a response token."""
+    labels: torch.Tensor
+    """(N,) those response tokens, all sequences in order."""
+    last: torch.Tensor
+    """(B,) position of each sequence's last token."""
+
+
+def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: int = 0) -> Packed:
+    """Pack sequences into one row of T tokens.
+
+    `position_ids` is (4, 1, T): the text positions, restarting at 0 with every sequence, which is
+    what keeps sequences from attending to each other, then three multimodal rotary rows. With
+    three rows, or with an attention mask, transformers would let them attend, silently.
+    An empty batch becomes one `filler` token without responses, so that its rank still takes
+    part in the collectives of the forward and backward pass.
+    """
+    ids, text, rotary, index, labels, last, start = [], [], [], [], [], [], 0
+    for prompt, response in batch:
+        n, r = len(prompt.ids), len(response)
+        ids.append(torch.tensor(prompt.ids + list(response)))
+        text.append(torch.arange(n + r))
+        # A response continues after the largest position of its prompt, in all three rows.
+        answer = int(prompt.positions.max()) + 1 + torch.arange(r)
+        rotary.append(torch.cat([prompt.positions, answer.expand(3, -1)], 1))
+        index.append(start + n - 1 + torch.arange(r))
+        labels.append(torch.tensor(response, dtype=torch.long))
+        start += n + r
+        last.append(start - 1)
+    if not batch:
+        ids, text, rotary = [torch.tensor([filler])], [torch.zeros(1).long()], [torch.zeros(3, 1).long()]
+        index, labels = [torch.zeros(0).long()], [torch.zeros(0).long()]
+    positions = torch.cat([torch.cat(text)[None], torch.cat(rotary, 1)])
+    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": positions[:, None], **_media([p for p, _ in batch])}
+    move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+    return Packed(
+        {name: move(tensor) for name, tensor in inputs.items()},
+        move(torch.cat(index)),
+        move(torch.cat(labels)),
+        move(torch.tensor(last, dtype=torch.long)),
+    )
+
+
+def _media(prompts: list[Prompt]) -> dict[str, torch.Tensor]:
+    """All media of the row, in order: patches are concatenated, mel spectrograms padded to the longest."""
+    out = {}
+    for name in ("pixel_values", "image_grid_thw"):
+        if found := [p.features[name] for p in prompts if name in p.features]:
+            out[name] = torch.cat(found)
+    for name in ("input_features", "feature_attention_mask"):
+        if found := [p.features[name] for p in prompts if name in p.features]:
+            longest = max(t.shape[-1] for t in found)
+            out[name] = torch.cat([pad(t, (0, longest - t.shape[-1])) for t in found])
+    return out

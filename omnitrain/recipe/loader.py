@@ -1,0 +1,175 @@
+"""Recipe in, recipe out: load and merge TOML files and overrides; dump the resolved recipe again."""
+
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable
+
+from pydantic import BaseModel, ValidationError
+
+from omnitrain.errors import DataError, RecipeError
+from omnitrain.recipe import sources
+from omnitrain.recipe.fields import named
+from omnitrain.recipe.problems import located, recipe_error
+from omnitrain.recipe.schema import Recipe
+from omnitrain.recipe.sources import Document, Place, Tree
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid recipe and where its values came from."""
+
+    recipe: Recipe
+    tree: Tree
+    documents: list[Document]
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The merged TOML data, before defaults."""
+        return self.tree.raw
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """For every plain field of the resolved recipe: "default", "file.toml:14" or "--set"."""
+        origins = {}
+        for path in flatten(self.recipe):
+            place = self.tree.places.get(path)
+            origins[sources.dotted(path)] = place.origin if place else "default"
+        return origins
+
+    def locate(self, message: str) -> str:
+        """`message` with the position of the first recipe field it names, for errors found after loading."""
+        return located(message, self.tree, self.documents)
+
+
+def load(paths: Iterable[Path | str], sets: Iterable[str] = (), unsets: Iterable[str] = ()) -> Loaded:
+    """Load recipe files, merged left to right, then apply --unset and --set arguments.
+
+    Raises RecipeError listing every problem with its file:line:column (or flag), the line and a caret.
+    """
+    tree, documents = Tree(), []
+    for path in paths:
+        document, data = sources.read(Path(path))
+        documents.append(document)
+        for name, value in data.items():
+            tree.put((name,), value, lambda key, document=document: Place(document, key))
+    if not documents:
+        raise RecipeError("no recipe given; name a TOML file, or copy one with `omnitrain recipes copy`")
+    for name in unsets:
+        sources.apply_unset(tree, name)
+    for argument in sets:
+        sources.apply_set(tree, argument)
+    _no_dates(tree)
+    try:
+        # JSON mode is pydantic's strict mode that still takes a path from a string and a tuple from a list.
+        recipe = Recipe.model_validate_json(json.dumps(tree.raw), strict=True)
+    except ValidationError as error:
+        raise recipe_error(error, tree, documents) from None
+    return Loaded(recipe, tree, documents)
+
+
+def check_files(loaded: Loaded, missing_ok: bool = False) -> None:
+    """Look at the data files that the recipe names. DataError, with the recipe's position, for each bad one.
+
+    With `missing_ok` only a directory in place of a file is an error: a plan may be made elsewhere.
+    """
+    problems = []
+    for field in ("train", "validation"):
+        path = getattr(loaded.recipe.data, field)
+        if path is None:
+            continue
+        if path.is_dir():
+            inside = sorted(str(item) for item in path.glob("*.parquet"))
+            hint = f"; did you mean {inside[0]}?" if inside else "; name the parquet file"
+            problems.append(loaded.locate(f"data.{field} is a directory: {path}{hint}"))
+        elif not path.exists() and not missing_ok:
+            problems.append(
+                loaded.locate(f"data.{field} does not exist: {path}; write it with `omnitrain prepare`, or correct the path")
+            )
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """The same recipe with absolute paths, so that it runs from any directory."""
+    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for field in ("train", "validation"):
+        if field in data["data"]:
+            data["data"][field] = str(Path(data["data"][field]).absolute())
+    if Path(recipe.model.path).is_dir():
+        data["model"]["path"] = str(Path(recipe.model.path).absolute())
+    if recipe.model.init_from is not None:
+        data["model"]["init_from"] = str(Path(recipe.model.init_from).absolute())
+    return validated(data)
+
+
+def validated(data: dict[str, Any]) -> Recipe:
+    """A recipe from plain data, by the same strict rules as `load`; a mistake here is ours, not the user's."""
+    return Recipe.model_validate_json(json.dumps(data), strict=True)
+
+
+def flatten(recipe: Recipe) -> dict[sources.Key, Any]:
+    """Every plain field by its path. An absent optional table or value is one None; lists of values are one value."""
+    found: dict[sources.Key, Any] = {}
+
+    def walk(path: sources.Key, value: Any) -> None:
+        if isinstance(value, BaseModel):
+            for (name, _), attribute in zip(named(type(value)).items(), type(value).model_fields):
+                walk(path + (name,), getattr(value, attribute))
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for i, item in enumerate(value):
+                walk(path + (i,), item)
+        else:
+            found[path] = value
+
+    walk((), recipe)
+    return found
+
+
+def dump(recipe: Recipe) -> str:
+    """TOML text, defaults written out, that loads to an equal recipe."""
+    lines: list[str] = []
+    _table(lines, "", recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+    return "\n".join(lines).strip() + "\n"
+
+
+def _table(lines: list[str], name: str, table: dict[str, Any]) -> None:
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lists = {
+        key: value for key, value in table.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+    }
+    for key, value in table.items():
+        if key not in inner and key not in lists:
+            lines.append(f"{key} = {_toml(value)}")
+    for key, value in inner.items():
+        path = f"{name}.{key}" if name else key
+        lines += ["", f"[{path}]"]
+        _table(lines, path, value)
+    for key, items in lists.items():
+        path = f"{name}.{key}" if name else key
+        for item in items:
+            lines += ["", f"[[{path}]]"]
+            _table(lines, path, item)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    raise AssertionError(f"a recipe holds no {type(value).__name__}")
+
+
+def _no_dates(tree: Tree) -> None:
+    """TOML has dates, recipes do not; JSON could not carry one to pydantic."""
+    for path, place in tree.places.items():
+        value = tree.get(path)
+        if isinstance(value, (datetime.date, datetime.time)):
+            name = sources.dotted(path)
+            raise RecipeError(place.message(f'{name} is a date; write it in quotes: {name} = "{value}"', at_value=True))

@@ -1,0 +1,268 @@
+"""What a run would do, from arithmetic alone: steps and updates, memory of each phase, and whether it fits."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import RecipeError
+from omnitrain.models.qwen3_omni import spec as qwen3_omni
+from omnitrain.recipe import memory
+from omnitrain.recipe.loader import validated
+from omnitrain.recipe.memory import Phase
+from omnitrain.recipe.rows import count_rows
+from omnitrain.recipe.schema import Recipe
+from omnitrain.recipe.sizes import Sizes
+
+FAMILIES = {"qwen3_omni": qwen3_omni}
+
+# Allocators fragment and estimates err: a run that needs more than this share of the device is called tight.
+COMFORTABLE = 0.92
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The counting (decision: a step is one rollout, an update is one optimizer step)."""
+
+    rows: int | None
+    """Training rows; None when the file is not here."""
+    prompts_per_step: int
+    prompts_per_update: int
+    group_size: int
+    """Responses per prompt; 1 without a rollout."""
+    steps: int | None
+    """Steps of the whole run; None if it depends on rows that are not here."""
+    engines: int
+    """Rollout engines; 0 without a rollout."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.prompts_per_step // self.prompts_per_update
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def sequences_per_update(self) -> int:
+        return self.prompts_per_update * self.group_size
+
+    @property
+    def updates(self) -> int | None:
+        return None if self.steps is None else self.steps * self.updates_per_step
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        return None if self.rows is None else self.rows / self.prompts_per_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `omnitrain plan` shows. Sizes in GiB unless said otherwise."""
+
+    devices: int
+    memory_gib: float | None
+    batch: Batch
+    sizes: Sizes | None
+    """None when the model's configuration is not at hand; then there are no phases and no verdict."""
+    phases: tuple[Phase, ...]
+    """Per device."""
+    host: Phase | None
+    """Main memory, per device."""
+    disk_gib: float | None
+    """The checkpoints that are kept, and the one being written."""
+    sleep: str | None
+    """rollout.sleep with "auto" resolved; None without an engine that sleeps."""
+    kv_tokens: int | None
+    """Tokens that an engine's KV cache holds."""
+    verdict: str | None
+    """"fits", "tight" or "does not fit"; None when the memory or the model's sizes are not known."""
+    knob: str | None
+    """What to change so that it fits."""
+    warnings: tuple[str, ...]
+
+
+def total_steps(recipe: Recipe, rows: int | None) -> int | None:
+    """Steps of the run: max_steps, or the whole steps that the epochs come to, whichever is less."""
+    limits = []
+    if recipe.train.max_steps is not None:
+        limits.append(recipe.train.max_steps)
+    if recipe.train.epochs is not None:
+        if rows is None:
+            return None
+        limits.append(max(1, recipe.train.epochs * rows // recipe.train.prompts_per_step))
+    return min(limits)
+
+
+def make_plan(recipe: Recipe, devices: int, memory_gib: float | None = None) -> Plan:
+    """Plan a recipe for a number of devices of `memory_gib` each.
+
+    Raises RecipeError for settings that no run on these devices could have, ModelError for a model directory that is
+    not one, DataError for a data file that is not parquet. Reads no more than config.json and the parquet footer.
+    """
+    if devices < 1:
+        raise RecipeError(f"--devices {devices}: at least one device is needed")
+    sizes = FAMILIES[recipe.model.family].sizes(recipe.model.path)
+    _check_parallel(recipe, devices, sizes)
+    _check_targets(recipe, sizes)
+    rows = count_rows(recipe.data.train) if recipe.data.train.is_file() else None
+    batch = _batch(recipe, devices, rows)
+    plan = Plan(devices, memory_gib, batch, sizes, (), None, None, None, None, None, None, ())
+    if sizes is not None:
+        plan = _with_memory(recipe, plan)
+        if plan.verdict in ("tight", "does not fit"):
+            plan = replace(plan, knob=_knob(recipe, plan))
+    return replace(plan, warnings=tuple(_warnings(recipe, plan)))
+
+
+def _check_parallel(recipe: Recipe, devices: int, sizes: Sizes | None) -> None:
+    parallel = getattr(recipe.rollout, "tensor_parallel", 1)
+    if devices % parallel:
+        near = sorted({max(parallel, devices // parallel * parallel), (devices // parallel + 1) * parallel})
+        fits = [str(n) for n in range(1, devices + 1) if devices % n == 0 and (sizes is None or sizes.heads % n == 0)]
+        raise RecipeError(
+            f"rollout.tensor_parallel = {parallel} does not divide the number of devices, {devices}; use "
+            f"--devices {' or '.join(str(n) for n in near)}, or set rollout.tensor_parallel to {' or '.join(fits)}"
+        )
+    if sizes is not None and sizes.heads % parallel:
+        raise RecipeError(
+            f"rollout.tensor_parallel = {parallel} does not divide the model's {sizes.heads} attention heads "
+            f"({sizes.source}); use a divisor of {sizes.heads}"
+        )
+
+
+def _check_targets(recipe: Recipe, sizes: Sizes | None) -> None:
+    if recipe.model.lora is None or sizes is None:
+        return
+    names = recipe.model.lora.module_names()
+    unknown = [name for name in names if name.rsplit(".", 1)[-1] not in sizes.projections]
+    if unknown or not names:
+        sets = ", ".join(f'"{name}"' for name in FAMILIES[recipe.model.family].LORA_TARGETS)
+        raise RecipeError(
+            f"model.lora.targets = {json.dumps(recipe.model.lora.targets)} "
+            + (f"matches no module: {', '.join(unknown)}" if unknown else "is empty")
+            + f"; the text decoder has {', '.join(sizes.projections)}, and the named sets are {sets}"
+        )
+
+
+def _batch(recipe: Recipe, devices: int, rows: int | None) -> Batch:
+    train, rollout = recipe.train, recipe.rollout
+    return Batch(
+        rows=rows,
+        prompts_per_step=train.prompts_per_step,
+        prompts_per_update=train.prompts_per_update or train.prompts_per_step,
+        group_size=rollout.group_size if rollout else 1,
+        steps=total_steps(recipe, rows),
+        engines=devices // getattr(rollout, "tensor_parallel", 1) if rollout else 0,
+    )
+
+
+def _with_memory(recipe: Recipe, plan: Plan) -> Plan:
+    need = memory.Need(recipe, plan.sizes, plan.devices, plan.memory_gib)
+    sleep = None
+    if need.engine:
+        sleep = recipe.rollout.sleep
+        if sleep == "auto" and plan.memory_gib is not None:
+            sleep = "kv" if need.train("kv").total <= COMFORTABLE * plan.memory_gib else "weights"
+    phases = need.phases(sleep)
+    verdict = None
+    if plan.memory_gib is not None:
+        share = max(phase.total for phase in phases) / plan.memory_gib
+        enough = need.kv_tokens() is None or need.kv_tokens() >= need.longest
+        verdict = "does not fit" if share > 1 or not enough else "tight" if share > COMFORTABLE else "fits"
+    return replace(
+        plan,
+        phases=phases,
+        host=need.host(),
+        disk_gib=need.checkpoint() * (recipe.checkpoint.keep_last + (recipe.checkpoint.keep_best is not None) + 1),
+        sleep=sleep,
+        kv_tokens=need.kv_tokens(),
+        verdict=verdict,
+    )
+
+
+def _knob(recipe: Recipe, plan: Plan) -> str:
+    """The first single change that makes the plan fit, found by planning again with it."""
+    for changes, text in _candidates(recipe, plan):
+        devices = changes.pop("devices", plan.devices)
+        try:
+            changed = _changed(recipe, changes)
+            _check_parallel(changed, devices, plan.sizes)
+        except (RecipeError, ValueError):
+            continue
+        if _with_memory(changed, replace(plan, devices=devices)).verdict == "fits":
+            return text
+    return "no single setting makes it fit: use more devices, or devices with more memory"
+
+
+def _candidates(recipe: Recipe, plan: Plan):
+    """Changes in the order of what they cost: those that keep the mathematics and the speed first."""
+    train, rollout = recipe.train, recipe.rollout
+    if plan.sleep in ("off", "kv"):
+        yield {"rollout.sleep": "weights"}, 'set rollout.sleep = "weights"'
+    if not train.gradient_checkpointing:
+        yield {"train.gradient_checkpointing": True}, "set train.gradient_checkpointing = true"
+    if plan.sleep is not None:
+        now = rollout.gpu_memory_utilization
+        steps = [round(i / 100, 2) for i in range(95, 5, -5)]
+        for value in [step for step in steps if step < now] + [step for step in reversed(steps) if step > now]:
+            word = "lower" if value < now else "raise"
+            yield {"rollout.gpu_memory_utilization": value}, f"{word} rollout.gpu_memory_utilization to {value}"
+    longest = recipe.data.max_prompt_tokens + (rollout.max_new_tokens if rollout else 0)
+    tokens = train.max_tokens_per_device // 2
+    while tokens >= longest:
+        yield {"train.max_tokens_per_device": tokens}, f"lower train.max_tokens_per_device to {tokens}"
+        tokens //= 2
+    if plan.sleep is not None:
+        parallel = rollout.tensor_parallel * 2
+        while parallel <= plan.devices:
+            yield {"rollout.tensor_parallel": parallel}, f"raise rollout.tensor_parallel to {parallel}"
+            parallel *= 2
+    devices = plan.devices * 2
+    while devices <= 64:
+        yield {"devices": devices}, f"use {devices} devices"
+        devices *= 2
+
+
+def _changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for path, value in changes.items():
+        table, name = path.split(".")
+        data[table][name] = value
+    return validated(data)
+
+
+def _warnings(recipe: Recipe, plan: Plan):
+    batch, train = plan.batch, recipe.train
+    for field in ("train", "validation"):
+        path: Path | None = getattr(recipe.data, field)
+        if path is not None and not path.exists():
+            yield f"data.{field} does not exist here: {path}"
+    if batch.rows is not None and batch.rows < batch.prompts_per_step:
+        yield (
+            f"train.prompts_per_step = {batch.prompts_per_step} is more than the {batch.rows} training rows: "
+            "a step repeats rows"
+        )
+    longest = recipe.data.max_prompt_tokens + (recipe.rollout.max_new_tokens if recipe.rollout else 0)
+    if longest > train.max_tokens_per_device:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than train.max_tokens_per_device = "
+            f"{train.max_tokens_per_device}: a sequence of that length would stop the run"
+        )
+    if batch.engines > batch.prompts_per_step:
+        yield f"{batch.engines} engines share {batch.prompts_per_step} prompts a step: some have nothing to do"
+    if batch.sequences_per_update < plan.devices:
+        yield f"{plan.devices} devices share {batch.sequences_per_update} sequences an update: some have nothing to do"
+    if plan.kv_tokens is not None and recipe.rollout is not None:
+        whole = plan.kv_tokens // longest
+        wanted = min(recipe.rollout.max_concurrent, batch.sequences_per_step // max(1, batch.engines))
+        if 0 < whole < wanted and plan.verdict != "does not fit":
+            yield f"the KV cache holds {whole} sequences of full length, fewer than the {wanted} an engine could work on"
+    if plan.sizes is None:
+        yield f"no config.json for model.path = {recipe.model.path} here, so memory is not planned"
+    if plan.memory_gib is None and plan.sizes is not None:
+        yield "no device memory given: add --memory GIB for a verdict"
+    if train.warmup_updates and batch.updates is not None and train.warmup_updates >= batch.updates:
+        yield f"train.warmup_updates = {train.warmup_updates} covers all {batch.updates} updates of the run"
+    if recipe.data.validation is None and recipe.validate_.every is not None:
+        yield "validate.every has no effect without data.validation"

