@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import random
 import resource
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextlib import contextmanager
-from typing import Iterator
 
 import numpy
 import torch
@@ -53,32 +52,11 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most GiB that tensors held since the last call; 0 on a CPU. Starts a new measurement."""
-    if device.type == "cpu":
-        return 0.0
-    module = torch.get_device_module(device)
-    peak = module.max_memory_allocated(device) / 2**30
-    module.reset_peak_memory_stats(device)
-    return peak
-
-
 def total_memory_gib(device: torch.device) -> float | None:
     """GiB the device has; None on a CPU."""
     if device.type == "cpu":
         return None
     return torch.get_device_module(device).get_device_properties(device).total_memory / 2**30
-
-
-@contextmanager
-def forked_rng(device: torch.device):
-    """Leave torch's random state, on the CPU and on this device, as it was found."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
-            yield
 
 
 def empty_cache(device: torch.device) -> None:
@@ -88,18 +66,19 @@ def empty_cache(device: torch.device) -> None:
 
 
 def experts_implementation(device: torch.device) -> str:
-    """transformers' way to run fused experts. Grouped matrix products are 6 times the loop's speed on a GPU.
+    """transformers' way to run fused experts.
 
-    On CPU the same call falls back to a loop over the experts that were hit, exact and no slower than "eager".
+    On an accelerator grouped matrix products are 6 times as fast as the loop ("eager"); on a CPU the loop is
+    3 times as fast, with the same values.
     """
-    return "grouped_mm"
+    return "eager" if device.type == "cpu" else "grouped_mm"
 
 
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory held so far: the device's, or this process's resident memory on a CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return memory(device).peak
+    return torch.get_device_module(device).max_memory_allocated(device) / 2**30
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from omnitrain.rundir import RunDir, read_exit, request_stop, write_exit
 LAUNCHED = "OMNITRAIN_LAUNCHED"
 AGENT = "OMNITRAIN_AGENT_PID"
 TRACEBACK = "OMNITRAIN_TRACEBACK"
+"""Set by --traceback, for the command line and the ranks."""
+
 GRACE_SECONDS = 5  # between torchrun's SIGTERM and SIGKILL to the other ranks once one has failed
 
 # Signals that end a process from outside or by its own broken memory: the cause, never the echo of another rank's end.
@@ -92,7 +94,7 @@ def launch(
     command = [
         *(sys.executable, "-m", "omnitrain.keeper", str(os.getpid())),
         *(sys.executable, "-m", "omnitrain.agent", str(run.logs)),
-        *([] if _has_rendezvous(torchrun_args) else ["--standalone"]),
+        *_rendezvous(torchrun_args),
         *("--nproc-per-node", str(devices), "--max-restarts", "0", "--monitor-interval", "0.1"),
         *torchrun_args,
         *("-m", module, str(run.path)),
@@ -128,9 +130,16 @@ def report(message: str, code: int) -> None:
     print(f"\x1b[31m{message}\x1b[0m" if red else message, file=sys.stderr, flush=True)
 
 
-def _has_rendezvous(arguments: Sequence[str]) -> bool:
-    ours = ("--standalone", "--nnodes", "--rdzv", "--master", "--node-rank")
-    return any(argument.replace("_", "-").startswith(ours) for argument in arguments)
+def _rendezvous(arguments: Sequence[str]) -> list[str]:
+    """What torchrun needs beside the user's arguments to bring the ranks together."""
+
+    def given(*names: str) -> bool:
+        return any(argument.replace("_", "-").startswith(names) for argument in arguments)
+
+    if not given("--standalone", "--nnodes", "--rdzv", "--master", "--node-rank"):
+        return ["--standalone"]
+    # torchrun's default backend, "static", wants a --node-rank of each node.
+    return ["--rdzv-backend", "c10d"] if given("--rdzv-endpoint") and not given("--rdzv-backend", "--node-rank") else []
 
 
 class _Stopper:

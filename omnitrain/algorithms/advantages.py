@@ -33,9 +33,8 @@ def group_advantages(
     if mask is None:
         mask = torch.ones_like(rewards, dtype=torch.bool)
     if rewards.ndim != 1 or rewards.shape != groups.shape or rewards.shape != mask.shape:
-        raise ValueError(
-            f"rewards {tuple(rewards.shape)}, groups {tuple(groups.shape)} and mask {tuple(mask.shape)} must be one (N,)"
-        )
+        shapes = f"rewards {tuple(rewards.shape)}, groups {tuple(groups.shape)} and mask {tuple(mask.shape)}"
+        raise ValueError(f"{shapes} must all be the same (N,)")
     mask = mask.bool()
     if not torch.isfinite(rewards[mask]).all():
         raise ValueError("a kept reward is not finite; mask failed samples out")

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from omnitrain.data.converters import Report
     from omnitrain.data.sample import Part, Row
 
-app = typer.Typer(no_args_is_help=True, help="Convert a published data set to rows, or write demo data or a tiny model.")
+app = typer.Typer(
+    no_args_is_help=True, help="Convert a published data set to rows, or write demo data or a tiny model."
+)
 
 _Inputs = Annotated[list[Path], typer.Argument(metavar="INPUT...", help="What to convert.", show_default=False)]
-_Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the parquet files and the media.", show_default=False)]
+_Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Directory for the parquet files and the media.", show_default=False)
+]
 _SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Write the good rows even when others were dropped.")]
 _Show = Annotated[int, typer.Option(min=0, help="Print the first N rows of each split as the model sees them.")]
 _Workers = Annotated[int, typer.Option(min=1, help="Processes that open and check media files.")]
@@ -56,13 +60,17 @@ def demo(
     from omnitrain.data.demo import write_demo
 
     target = write_demo(folder, rows=rows, seed=seed, warmup_noise=warmup_noise)
-    _console().print(f"{target}: demo set of {rows} train, {max(1, rows // 8)} valid and {rows} warmup records", soft_wrap=True)
+    _console().print(
+        f"{target}: demo set of {rows} train, {max(1, rows // 8)} valid and {rows} warmup records", soft_wrap=True
+    )
 
 
 @app.command()
 def tiny(
     family: Annotated[str, typer.Argument(help="The model family, such as qwen3_omni.", show_default=False)],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint directory to write.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The checkpoint directory to write.", show_default=False)
+    ],
     seed: Annotated[int, typer.Option(help="Draws the weights.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
 ) -> None:

@@ -23,7 +23,8 @@ from omnitrain.errors import DataError
 COLOURS = {"blue": (20, 20, 230), "red": (230, 20, 20)}
 PITCHES = {"high": 2500.0, "low": 300.0}
 """Hz."""
-OPTIONS = [f"{letter}. {colour} {pitch}" for letter, (colour, pitch) in zip("ABCD", [(c, p) for c in COLOURS for p in PITCHES])]
+_PAIRS = [f"{colour} {pitch}" for colour in COLOURS for pitch in PITCHES]
+OPTIONS = [f"{letter}. {pair}" for letter, pair in zip("ABCD", _PAIRS, strict=True)]
 PROBLEM = "Which colour and pitch?"
 SIZE = 64
 SECONDS = 0.5

@@ -51,7 +51,7 @@ def load_image(part: Part, root: Path) -> Image.Image:
 
 
 def load_audio(part: Part, root: Path, rate: int = RATE) -> "NDArray[np.float32]":
-    """Decode an audio part to mono float32 (samples,), resampled to `rate`. DataError names the file and what is wrong."""
+    """Decode an audio part to mono float32 (samples,), resampled to `rate`. DataError as for images."""
     return _load(part, root, lambda file: _resample(*_decode_audio(file), rate))
 
 
@@ -119,7 +119,9 @@ def _decode_image(file: BinaryIO) -> Image.Image:
         raise BadMedia("unreadable image", str(error)) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         # PIL has no class of its own for a file that ends early; it says so in words that differ by format.
-        cut = any(word in str(error).lower() for word in ("truncated", "not enough", "unexpected end", "eof", "incomplete"))
+        cut = any(
+            word in str(error).lower() for word in ("truncated", "not enough", "unexpected end", "eof", "incomplete")
+        )
         raise BadMedia("truncated image" if cut else "unreadable image", str(error)) from error
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")

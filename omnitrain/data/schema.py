@@ -22,8 +22,9 @@ import os
 import threading
 from bisect import bisect_right
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -72,7 +73,9 @@ def summary_path(path: Path) -> Path:
     return path.with_suffix(".summary.json")
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]], *, system_hash: str, extra: dict[str, Any] | None = None) -> int:
+def write_rows(
+    path: Path, rows: Iterable[dict[str, Any]], *, system_hash: str, extra: dict[str, Any] | None = None
+) -> int:
     """Write rows and their summary; returns their number. `path` appears only when it is complete.
 
     rows: dicts by the schema, `meta` as a dict; absent columns are null.
@@ -122,7 +125,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class RowFile:
-    """The rows of one parquet file: `len(f)`, `f[i]`, `f.ids`. A row group is decoded when one of its rows is asked for.
+    """The rows of one parquet file: `len(f)`, `f[i]`, `f.ids`. A row group is decoded when a row of it is asked for.
 
     Raises DataError, with the fix, when the file is absent, damaged, empty, or of another schema version.
     """
@@ -257,7 +260,9 @@ def _check_part(name: str, part: dict[str, Any]) -> None:
     if held not in allowed:
         raise DataError(f"row {name!r}: a part of type {kind} holds {sorted(held)}; it must hold {allowed}")
     if "path" in held and (PurePosixPath(part["path"]).is_absolute() or ".." in PurePosixPath(part["path"]).parts):
-        raise DataError(f"row {name!r}: media path {part['path']} must be relative to the data directory and stay in it")
+        raise DataError(
+            f"row {name!r}: media path {part['path']} must be relative to the data directory and stay in it"
+        )
 
 
 def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -266,7 +271,11 @@ def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     for row in rows:
         group.append(row)
         size += sum(
-            len(value) for m in row["messages"] for p in m["content"] for value in p.values() if isinstance(value, (str, bytes))
+            len(value)
+            for m in row["messages"]
+            for p in m["content"]
+            for value in p.values()
+            if isinstance(value, (str, bytes))
         )
         if len(group) == _GROUP_ROWS or size >= _GROUP_BYTES:
             yield group

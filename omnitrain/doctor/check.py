@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -62,8 +63,10 @@ def _guarded(check: Check) -> list[Finding]:
     try:
         found = check.run()
     except Exception as error:
-        detail = f"the check failed: {type(error).__name__}: {first_line(str(error))}"
-        return [Finding(check.name, PROBLEM, detail, "omnitrain doctor --traceback")]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        detail = f"the check failed at {where}: {type(error).__name__}: {first_line(str(error))}"
+        return [Finding(check.name, PROBLEM, detail, "make install")]
     return found if isinstance(found, list) else [found]
 
 

@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from omnitrain.doctor.check import OK, PROBLEM, Check, Finding, run_python
+from omnitrain.doctor.check import OK, PROBLEM, Check, Finding, first_line, run_python
 from omnitrain.launch import environment, visible_accelerators
+from omnitrain.rundir import RunDir, read_exit
 
 LOWEST_PEARSON = 0.999
 
@@ -27,9 +28,12 @@ def smoke(timeout: float = 300.0) -> Finding:
     with tempfile.TemporaryDirectory(prefix="omnitrain-doctor-") as folder:
         arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         outcome = run_python([*arguments, "-m", "omnitrain.doctor.engine", folder], timeout=timeout, env=environment(kind))
-        result = Path(folder) / "run" / "agreement.json"
+        run = RunDir(Path(folder) / "run")
+        result = run.path / "agreement.json"
         if outcome.code or not result.exists():
-            return Finding("engine", PROBLEM, f"the tiny model: {outcome.reason()}", "omnitrain doctor --quick")
+            written = read_exit(run) if run.path.exists() else None
+            why = first_line(written[1].splitlines()[-1]) if written and written[1] else outcome.reason()
+            return Finding("engine", PROBLEM, f"a tiny model cannot be run: {why}", "make install")
         found = json.loads(result.read_text())
     worst = min(found, key=lambda line: line["pearson"])
     detail = f"{worst['engine']}: Pearson with the trainer {worst['pearson']:.6f} at worst ({worst['modality']})"
@@ -43,7 +47,6 @@ def main(folder: Path) -> int:
     from omnitrain.evaluation.agreement import agreement_recipe
     from omnitrain.models.qwen3_omni.tiny import write_tiny
     from omnitrain.recipe.loader import validated
-    from omnitrain.rundir import RunDir
     from omnitrain.train import bench
 
     write_tiny(folder / "model")

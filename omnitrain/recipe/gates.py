@@ -65,7 +65,7 @@ GATES: dict[str, Gate] = {
             "the temperature is applied on one side only",
             "weights changed between the two forwards",
         ),
-        "Check anything of your own that touches the forward; compare once with model.dtype = \"float32\".",
+        'Check anything of your own that touches the forward; compare once with model.dtype = "float32".',
     ),
     "g6": Gate(
         "engine and trainer agree on log-probs",
@@ -109,7 +109,11 @@ GATES: dict[str, Gate] = {
     "g10": Gate(
         "a checkpoint round-trips",
         "The real sharded state, written and read again, bitwise.",
-        ("the disk is full or read-only", "a parameter is missing from the saved state", "an adapter was left out as frozen"),
+        (
+            "the disk is full or read-only",
+            "a parameter is missing from the saved state",
+            "an adapter was left out as frozen",
+        ),
         "Free disk space (`omnitrain plan` says how much); otherwise the names are in the message.",
     ),
     "g11": Gate(

@@ -2,15 +2,16 @@
 
 import datetime
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from omnitrain.errors import DataError, RecipeError
 from omnitrain.recipe import sources
-from omnitrain.recipe.fields import named
 from omnitrain.recipe.problems import located, recipe_error
 from omnitrain.recipe.schema import Recipe
 from omnitrain.recipe.sources import Document, Place, Tree
@@ -31,12 +32,14 @@ class Loaded:
 
     @property
     def origins(self) -> dict[str, str]:
-        """For every plain field of the resolved recipe: "default", "file.toml:14" or "--set"."""
-        origins = {}
-        for path in flatten(self.recipe):
-            place = self.tree.places.get(path)
-            origins[sources.dotted(path)] = place.origin if place else "default"
-        return origins
+        """For every plain field of the resolved recipe, dotted: "default", "file.toml:14" or "--set"."""
+        return {sources.dotted(path): origin for path, origin in self.origins_by_path.items()}
+
+    @cached_property
+    def origins_by_path(self) -> dict[sources.Key, str]:
+        """The same by path, as `flatten` gives them."""
+        places = self.tree.places
+        return {path: places[path].origin if path in places else "default" for path in flatten(self.recipe)}
 
     def locate(self, message: str) -> str:
         """`message` with the position of the first recipe field it names, for errors found after loading."""
@@ -85,7 +88,9 @@ def check_files(loaded: Loaded, missing_ok: bool = False) -> None:
             problems.append(loaded.locate(f"data.{field} is a directory: {path}{hint}"))
         elif not path.exists() and not missing_ok:
             problems.append(
-                loaded.locate(f"data.{field} does not exist: {path}; write it with `omnitrain prepare`, or correct the path")
+                loaded.locate(
+                    f"data.{field} does not exist: {path}; write it with `omnitrain prepare`, or correct the path"
+                )
             )
     if problems:
         raise DataError("\n".join(problems))
@@ -115,8 +120,8 @@ def flatten(recipe: Recipe) -> dict[sources.Key, Any]:
 
     def walk(path: sources.Key, value: Any) -> None:
         if isinstance(value, BaseModel):
-            for (name, _), attribute in zip(named(type(value)).items(), type(value).model_fields):
-                walk(path + (name,), getattr(value, attribute))
+            for attribute, info in type(value).model_fields.items():
+                walk(path + (info.alias or attribute,), getattr(value, attribute))
         elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
             for i, item in enumerate(value):
                 walk(path + (i,), item)

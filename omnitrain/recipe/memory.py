@@ -14,7 +14,7 @@ from omnitrain.recipe.sizes import GIB, Sizes
 WIDTH = {"bfloat16": 2, "float32": 4}
 CONTEXT_GIB = 1.5  # device context, communication buffers, kernels
 PROCESS_GIB = 6.0  # host: Python, torch, vLLM and pinned staging of one rank
-LOGIT_ROWS = 1024  # log-probs are computed in chunks of so many tokens
+LOGIT_CHUNK = 2**26  # log-probs are computed in chunks of about so many logits
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ class Need:
 
     def rollout(self) -> Phase:
         if not self.engine:
-            return Phase("rollout", self.resident() + (("activations", self._layer(backward=False)),) + self._gathered())
+            return Phase(
+                "rollout", self.resident() + (("activations", self._layer(backward=False)),) + self._gathered()
+            )
         kv = self.sizes.kv_bytes(self.width, self.recipe.rollout.tensor_parallel)
         parts = self.engine_weights() + (("engine workspace", self._workspace()),)
         if self.memory_gib is None:
@@ -109,7 +111,11 @@ class Need:
 
     def sync(self) -> Phase:
         """The engine's weights are awake, its cache is not; one layer is gathered at a time."""
-        layer = self.sizes.layer if self.recipe.model.lora is None else sum(i * o for i, o in self.sizes.projections.values())
+        layer = (
+            self.sizes.layer
+            if self.recipe.model.lora is None
+            else sum(i * o for i, o in self.sizes.projections.values())
+        )
         return Phase("sync", self.resident() + self.engine_weights() + (("one gathered layer", layer * 4 * 2 / GIB),))
 
     def train(self, sleep: str | None) -> Phase:
@@ -122,7 +128,7 @@ class Need:
         parts = (
             ("gradients", self.trained * 4 / self.devices / GIB),
             ("activations", kept + self._layer(backward=True)),
-            ("logits of a chunk", min(tokens, LOGIT_ROWS) * sizes.vocab * 4 * 3 / GIB),
+            ("logits of a chunk", min(tokens * sizes.vocab, LOGIT_CHUNK) * 4 * 3 / GIB),
         )
         if mask := self._mask(tokens):
             parts += (("attention mask or scores", mask),)
@@ -135,9 +141,12 @@ class Need:
 
     def host(self) -> Phase:
         """Main memory of one rank. Sleeping engines are refilled from the trainer's weights, not from a host copy."""
-        one_layer = self.sizes.layer * self.width / GIB
-        return Phase("host", (("process", PROCESS_GIB), ("towers while loading", self.sizes.towers * self.width / GIB),
-                              ("one layer while loading", one_layer)))  # fmt: skip
+        parts = (
+            ("process", PROCESS_GIB),
+            ("towers while loading", self.sizes.towers * self.width / GIB),
+            ("one layer while loading", self.sizes.layer * self.width / GIB),
+        )
+        return Phase("host", parts)
 
     def checkpoint(self) -> float:
         """GiB on disk of one checkpoint, all ranks together: trained weights and Adam's moments."""
@@ -148,7 +157,8 @@ class Need:
         if self.devices == 1 and self.recipe.model.lora is not None:
             return ()
         copies = 2 if self.recipe.model.lora is not None else 3  # full training also has the layer's gradient
-        return (("gathered layers", copies * self.sizes.layer * self.width / GIB),)
+        ends = 0 if self.devices == 1 else self.sizes.decoder - self.sizes.layers * self.sizes.layer
+        return (("gathered layers and embeddings", (copies * self.sizes.layer + ends) * self.width / GIB),)
 
     def _layer(self, backward: bool) -> float:
         """Large tensors inside one layer for a full micro-batch."""

@@ -17,7 +17,7 @@ from omnitrain.recipe.sizes import Sizes
 FAMILIES = {"qwen3_omni": qwen3_omni}
 
 # Allocators fragment and estimates err: a run that needs more than this share of the device is called tight.
-COMFORTABLE = 0.92
+COMFORTABLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _warnings(recipe: Recipe, plan: Plan):
         whole = plan.kv_tokens // longest
         wanted = min(recipe.rollout.max_concurrent, batch.sequences_per_step // max(1, batch.engines))
         if 0 < whole < wanted and plan.verdict != "does not fit":
-            yield f"the KV cache holds {whole} sequences of full length, fewer than the {wanted} an engine could work on"
+            yield f"the KV cache holds {whole} sequences of full length; an engine could work on {wanted}"
     if plan.sizes is None:
         yield f"no config.json for model.path = {recipe.model.path} here, so memory is not planned"
     if plan.memory_gib is None and plan.sizes is not None:

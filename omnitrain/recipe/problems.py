@@ -139,7 +139,9 @@ def _unknown(path: Key, models: tuple, value: Any, tree: Tree) -> tuple[str, str
 
 def _owners(table: str, name: str) -> str:
     """The kinds of `table` that have a field `name`, in words; "" if it belongs to no kind in particular."""
-    owners = [field.kind for field in all_fields() if field.kind and field.name == name and _plain(field.table) == table]
+    owners = [
+        field.kind for field in all_fields() if field.kind and field.name == name and _plain(field.table) == table
+    ]
     return f"{_plain(owners[0][0])} = " + " or ".join(f'"{value}"' for _, value in owners) if owners else ""
 
 
@@ -167,7 +169,7 @@ def _choice(path: Key, walk: _Walk, kind: str, value: Any, tree: Tree) -> str:
     if kind == "literal_error":
         annotation = walk.annotation
         while get_origin(annotation) is not Literal:
-            annotation = next((arg for arg in get_args(annotation) if arg is not type(None)))
+            annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
         choices, name, chosen = list(get_args(annotation)), dotted(path), value
     else:
         members = [tag(model) for model in tables(walk.annotation)]

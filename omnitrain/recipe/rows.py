@@ -24,7 +24,10 @@ def count_rows(path: Path) -> int:
             if tail[4:] != _MAGIC or length + 8 > size:
                 raise DataError(f"{path} is not a complete parquet file; write it again with `omnitrain prepare`")
             file.seek(size - 8 - length)
-            return _Compact(file.read(length)).num_rows()
+            rows = _Compact(file.read(length)).num_rows()
+            if rows < 0:
+                raise KeyError(rows)
+            return rows
     except (IndexError, KeyError):
         raise DataError(f"{path} has damaged parquet metadata; write it again with `omnitrain prepare`") from None
     except OSError as error:

@@ -183,8 +183,8 @@ class Train(Section):
     max_tokens_per_device: int = Field(16384, ge=1)
     """Most tokens in one packed micro-batch on one device."""
 
-    learning_rate: float = Field(gt=0)
-    """Peak learning rate."""
+    learning_rate: float = Field(ge=0)
+    """Peak learning rate; 0 is the control that must not learn."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up, counted in updates."""

@@ -1,10 +1,11 @@
 """Recipe files and command-line overrides merged into one tree that remembers where each value came from."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import tomli
 
@@ -134,9 +135,7 @@ def read(path: Path) -> tuple[Document, dict[str, Any]]:
     name = str(path)
     if path.is_dir():
         inside = sorted(item.name for item in path.glob("*.toml"))
-        raise RecipeError(
-            f"{name} is a directory, not a recipe" + (f"; in it: {', '.join(inside)}" if inside else "")
-        )
+        raise RecipeError(f"{name} is a directory, not a recipe" + (f"; in it: {', '.join(inside)}" if inside else ""))
     try:
         text = path.read_bytes().decode("utf-8").replace("\r\n", "\n").removeprefix("\ufeff")
     except FileNotFoundError:
@@ -166,7 +165,9 @@ def parse_key(text: str, flag: str) -> Key:
     while at < len(text) or not path:
         match = _STEP.match(text, at)
         if match is None:
-            raise RecipeError(f"{flag}: {text!r} is not a field name; write it as train.learning_rate or rewards[0].weight")
+            raise RecipeError(
+                f"{flag}: {text!r} is not a field name; write it as train.learning_rate or rewards[0].weight"
+            )
         path.append(match["name"].strip('"'))
         path += [int(index) for index in re.findall(r"\d+", match["indices"])]
         at = match.end()
@@ -258,7 +259,8 @@ def _enter(tree: Tree, path: Key, below: str | int, flag: str, place: Callable[[
 
 def _no_item(tree: Tree, path: Key, flag: str) -> str:
     name, count = dotted(path[:-1]), len(tree.get(path[:-1]))
-    return f"{flag}: {name} has {count} item{'' if count == 1 else 's'}, the first is {name}[0]; add one with --set {name}+=..."
+    items = "1 item" if count == 1 else f"{count} items"
+    return f"{flag}: {name} has {items}, the first is {name}[0]; add one with --set {name}+=..."
 
 
 def dotted(path: Key) -> str:

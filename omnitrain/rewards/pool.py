@@ -6,6 +6,7 @@ process, kills a process whose task is late, and starts another in its place.
 """
 
 import collections
+import contextlib
 import json
 import os
 import pickle
@@ -88,7 +89,8 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill it and what it started, and reap it."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing behind
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
 

@@ -97,7 +97,7 @@ class Scorer:
         with self._changed:
             self._jobs[key] = _Job(str(row["id"]), [None] * len(messages))
             self._open += len(messages)
-        for index, (message, spec) in enumerate(zip(messages, self._specs)):
+        for index, (message, spec) in enumerate(zip(messages, self._specs, strict=True)):
             self._pool.put((self._generation, key, index), message, spec.timeout)
 
     def collect(
@@ -192,7 +192,7 @@ class Scorer:
     def _combine(self, job: _Job) -> Scored:
         scored = Scored()
         total = 0.0
-        for name, spec, outcome in zip(self.names, self._specs, job.outcomes):
+        for name, spec, outcome in zip(self.names, self._specs, job.outcomes, strict=True):
             value = outcome.value
             if outcome.kind != "ok":
                 scored.failed[name] = outcome.error.splitlines()[0]
@@ -222,7 +222,9 @@ class Scorer:
         return stats
 
 
-def check_skipped(skipped: int, total: int, limit: float = MAX_SKIPPED, *, example: dict[str, str] | None = None):
+def check_skipped(
+    skipped: int, total: int, limit: float = MAX_SKIPPED, *, example: dict[str, str] | None = None
+) -> None:
     """Raise RunError if more than `limit` of a step's samples were skipped for a failed reward."""
     if skipped > limit * total:
         why = "".join(f'\n  for example "{name}": {error}' for name, error in (example or {}).items())

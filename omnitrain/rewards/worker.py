@@ -13,10 +13,11 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from math import isfinite
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 from omnitrain.rewards import load_reward
 

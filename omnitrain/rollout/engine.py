@@ -76,6 +76,9 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """AWAKE or WEIGHTS -> ASLEEP, giving back what `rollout.sleep` says."""
 
+    def delta_norm(self) -> float:
+        """Norm of what syncs have changed since the start on a watched layer, as the engine itself has it. Not ASLEEP."""
+
     def close(self) -> None: ...
 
 

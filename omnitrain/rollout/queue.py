@@ -9,7 +9,7 @@ broadcast, at the same engine step, because all of them decide from equal state 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,12 +34,24 @@ class EngineGroup:
     """Global rank of the engine's first rank."""
 
 
+_GROUPS: dict[tuple[Any, int], EngineGroup] = {}
+
+
 def engine_group(tensor_parallel: int = 1) -> EngineGroup:
-    """Make the CPU process groups of all engines; collective over all ranks, neighbours share an engine."""
+    """This rank's place, neighbours sharing an engine. The first call makes process groups: collective over all ranks."""
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return EngineGroup()
+    key = (dist.group.WORLD, tensor_parallel)
+    if key not in _GROUPS:
+        _GROUPS[key] = _make_group(tensor_parallel)
+    return _GROUPS[key]
+
+
+def _make_group(tensor_parallel: int) -> EngineGroup:
+    import torch.distributed as dist
+
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % tensor_parallel:
         raise ValueError(f"rollout.tensor_parallel = {tensor_parallel} does not divide {world} ranks")
@@ -56,7 +68,7 @@ class SharedCounter:
     """0, 1, 2, ...: every number is given to exactly one caller among all ranks that use the same key."""
 
     def __init__(self, key: str, store: "dist.Store | None" = None) -> None:
-        """`key` must be new for each use, such as "rollout/12". Without a store and a process group, counts locally."""
+        """`key` must be new for each use. Without a store, that of the default process group; without one, counts locally."""
         if store is None:
             import torch.distributed as dist
 
@@ -65,52 +77,64 @@ class SharedCounter:
         self._key, self._store, self._local = f"omnitrain/{key}", store, -1
 
     def next(self) -> int:
+        """The next number that nobody has had."""
         if self._store is None:
             self._local += 1
             return self._local
         return self._store.add(self._key, 1) - 1
 
 
-class Pull:
-    """Asked by an engine for its next request; answers None when there is none left.
+class PromptQueue:
+    """Hands the prompts 0..count-1 of one rollout to this rank's engine, one at a time.
 
-    `limit` is the most requests one engine should hold at once: an even share, so that the first rank to ask
+    Args:
+        ranks: has `tensor_parallel`; an EngineGroup will do as well.
+        build: makes the request of an index, on the ranks that answer it only.
+        deterministic: engine e answers e, e + engines, ... in that order; else whoever asks first.
+        name: the same on all ranks and new for each rollout.
+        stop: once it is true on an engine's first rank, no further prompt is begun.
+
+    `limit` is the most prompts one engine should hold at once: an even share, so that the first rank to ask
     does not take what the others were about to.
     """
 
-    def __init__(self, count: int, build: Callable[[int], "Request"], place: EngineGroup, next_index: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        ranks: Any,
+        count: int,
+        build: "Callable[[int], Request]",
+        *,
+        deterministic: bool = False,
+        name: str = "prompts",
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._place = place = ranks if isinstance(ranks, EngineGroup) else engine_group(ranks.tensor_parallel)
+        self._count, self._build, self._stop = count, build, stop
         self.limit = max(1, -(-count // place.engines))
-        self._count, self._build, self._place, self._next = count, build, place, next_index
+        own = iter(range(place.engine, count, place.engines))
+        self._next = (lambda: next(own, count)) if deterministic else SharedCounter(name).next
         self._done = False
 
-    def __call__(self) -> "Request | None":
-        index = self._count if self._done else self._shared_index()
-        if index >= self._count:
-            self._done = True
-            return None
-        return self._build(index)
+    @property
+    def pull(self) -> "PromptQueue":
+        """What an engine is given: call it for the next request, None when there is none left."""
+        return self
 
-    def _shared_index(self) -> int:
+    def __call__(self) -> "Request | None":
+        index = self._count if self._done else self._agreed_index()
+        self._done = index >= self._count
+        return None if self._done else self._build(index)
+
+    def _agreed_index(self) -> int:
         place = self._place
+        index = self._count
+        if place.tp_rank == 0 and not self._stop():
+            index = self._next()
         if place.group is None:
-            return self._next()
+            return index
         import torch
         import torch.distributed as dist
 
-        index = torch.tensor([self._next() if place.tp_rank == 0 else 0])
-        dist.broadcast(index, src=place.source, group=place.group)
-        return int(index)
-
-
-def make_pull(
-    count: int, build: Callable[[int], "Request"], place: EngineGroup, *, key: str, deterministic: bool = False
-) -> Pull:
-    """Pull requests 0..count-1, made by `build(index)` on the rank that answers them (and its engine's peers).
-
-    deterministic: engine e answers e, e + engines, ... in that order. Otherwise from the counter named `key`,
-    which must be the same on all ranks and new for each rollout.
-    """
-    if deterministic:
-        indices = iter(range(place.engine, count, place.engines))
-        return Pull(count, build, EngineGroup(place.engine, place.engines), lambda: next(indices, count))
-    return Pull(count, build, place, SharedCounter(key).next)
+        box = torch.tensor([index])
+        dist.broadcast(box, src=place.source, group=place.group)
+        return int(box)

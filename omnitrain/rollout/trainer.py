@@ -20,7 +20,7 @@ class NextLogits(Protocol):
     """What this engine needs of a policy."""
 
     def next_logits(self, batch: "Sequence[tuple[Prompt, list[int]]]") -> torch.Tensor:
-        """(B, V) float32 logits of the token after each prompt and its response so far."""
+        """(B, V) float32 logits of the token after each prompt and its response so far. An empty batch runs the model too."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class TrainerEngine(StateMachine):
     """Samples with `policy.next_logits`. Its weights are the policy's: a sync has nothing to do.
 
     Under FSDP a forward is collective, so all ranks go on until the last of them is done; those without work
-    run a one-token dummy batch. For the same reason an exception on one rank ends the run on all.
+    run the model on an empty batch. For the same reason an exception on one rank ends the run on all.
     """
 
     name = "trainer"
@@ -52,6 +52,8 @@ class TrainerEngine(StateMachine):
         super().__init__()
         self._policy, self._max_concurrent = policy, max_concurrent
         self._stop_ids, self._decode = set(eos_ids), decode
+        self._first: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
         self.model_class = f"{type(policy).__module__}.{type(policy).__qualname__}"
 
     def generate(self, pull: Callable[[], Request | None], sampling: Sampling) -> Iterator[Sample]:
@@ -71,7 +73,7 @@ class TrainerEngine(StateMachine):
                     running += [_Running(request, i, _generator(request.seed + i)) for i in range(sampling.n)]
             if not _any_rank(bool(running)):
                 return
-            batch = [(r.request.prompt, r.tokens) for r in running] or [(_dummy_prompt(), [])]
+            batch = [(r.request.prompt, r.tokens) for r in running]  # empty: a forward all the same
             with torch.no_grad():
                 logits = self._policy.next_logits(batch).float().cpu()
             finished = [self._advance(r, row, sampling) for r, row in zip(running, logits)]
@@ -114,7 +116,20 @@ class TrainerEngine(StateMachine):
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, full: bool = False) -> SyncReport:
         """Drain `named`, which is collective; the policy's weights are this engine's already."""
         self.require("load_weights", State.WEIGHTS, State.AWAKE)
-        return SyncReport(pushed={name for name, _ in named})
+        report, watched = SyncReport(), None
+        for name, tensor in named:
+            report.pushed.add(name)
+            if watched is None and tensor.ndim == 2:
+                watched = tensor.detach().float().cpu().clone()
+        self._last = watched
+        self._first = watched if self._first is None else self._first
+        return report
+
+    def delta_norm(self) -> float:
+        """Norm of the change since the first sync, on the first matrix that the syncs stream."""
+        if self._first is None or self._last is None:
+            return 0.0
+        return float((self._last - self._first).norm())
 
     def sleep(self) -> None:
         """Logical: there is no second copy of anything."""
@@ -150,19 +165,9 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
-def _dummy_prompt() -> Prompt:
-    return Prompt(None, [0], [0], {}, {}, torch.zeros(3, 1, dtype=torch.int64))
-
-
 def _any_rank(flag: bool) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
-    count = torch.tensor([int(flag)], device=_collective_device())
+    count = torch.tensor([int(flag)])  # control messages go by the CPU's backend
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return bool(count)
-
-
-def _collective_device() -> str:
-    if dist.get_backend() == "gloo":
-        return "cpu"
-    return torch.accelerator.current_accelerator().type

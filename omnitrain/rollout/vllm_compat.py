@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Iterable, Iterator
@@ -64,21 +63,21 @@ def prepare_environment() -> None:
 @contextlib.contextmanager
 def _undo_side_effects() -> Iterator[None]:
     """vLLM's worker seeds every global RNG, replaces torch.set_num_threads on CPU, and logs through transformers."""
-    import numpy as np
     import torch
     from transformers.utils import logging as hf_logging
 
-    python_rng, numpy_rng, verbosity = random.getstate(), np.random.get_state(), hf_logging.get_verbosity()
-    set_num_threads, threads, dtype = torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
+    from omnitrain import device as devices
+
+    device = torch.device("cpu")
+    if devices.available():
+        device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     hf_logging.set_verbosity_error()
-    device = torch.accelerator.current_accelerator()
-    devices = [torch.accelerator.current_device_index()] if device is not None else []
     try:
-        with torch.random.fork_rng(devices=devices, device_type=device.type if device is not None else "cuda"):
+        with devices.forked_rng(device):
             yield
     finally:
-        random.setstate(python_rng)
-        np.random.set_state(numpy_rng)
         hf_logging.set_verbosity(verbosity)
         torch.set_default_dtype(dtype)
         torch.set_num_threads = set_num_threads
@@ -100,6 +99,11 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
     if current_platform.is_cpu():
         # No graphs and no profiling; the cache is sized from what can be in flight at once.
         options |= {"enforce_eager": True, "skip_mm_profiling": True, "kv_cache_memory_bytes": _cpu_cache_bytes(path, options)}
+        # A prompt cut by the token budget, with a seed: "CPU Generator does not use offset". So prompts are never cut.
+        options |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(options["max_num_batched_tokens"], options["max_model_len"]),
+        }
     else:
         options |= {"enforce_eager": eager, "gpu_memory_utilization": memory_utilization}
         if sleep:
@@ -277,10 +281,20 @@ class Reload:
             loaded = set()
         if loaded:
             self.taken |= names
-            self.loaded |= loaded
+            self.loaded |= {_reported(name) for name in loaded}
             self.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in group)
         else:
             self.ignored |= names
+
+
+def parameter_names(llm: Any) -> set[str]:
+    """The engine's parameters, spelled as its loader reports them."""
+    return {_reported(name) for name, _ in model(llm).named_parameters()}
+
+
+def _reported(name: str) -> str:
+    # The loader of 0.30 reports experts without the module that holds them.
+    return name.replace(".experts.routed_experts.", ".experts.")
 
 
 def _probe_key(name: str) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _MEDIA = {"image": 8, "audio": 8, "video": 0}
+_WATCHED = ("thinker.model.layers.0.self_attn.q_proj.weight", "thinker.model.layers.0.self_attn.o_proj.weight")
 
 
 class VllmOmniEngine(StateMachine):
@@ -89,6 +90,7 @@ class VllmOmniEngine(StateMachine):
         )
         self.model_class = vllm_compat.model_class(self._llm)
         self.weights_valid = not dummy_weights
+        self._initial: list["torch.Tensor"] | None = None if dummy_weights else self._watched()
         self.start_seconds = time.monotonic() - started
 
     # -- generating ---------------------------------------------------------------------------------------
@@ -150,6 +152,7 @@ class VllmOmniEngine(StateMachine):
     def sampling_params(self, sampling: Sampling, seed: int) -> Any:
         """vLLM's parameters for one request. Every field of `sampling` must have its place here."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         fields = asdict(sampling)
         params = SamplingParams(
@@ -161,6 +164,7 @@ class VllmOmniEngine(StateMachine):
             seed=seed % (2**63 - 2**16),  # child i samples with seed + i
             logprobs=0,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             stop_token_ids=self._stop_ids,
         )
         if fields:
@@ -195,7 +199,7 @@ class VllmOmniEngine(StateMachine):
         started = time.monotonic()
         result = vllm_compat.reload(self._llm, named, self._known_names)
         if full:
-            missing = {name for name, _ in vllm_compat.model(self._llm).named_parameters()} - result.loaded
+            missing = vllm_compat.parameter_names(self._llm) - result.loaded
             if missing:
                 self.weights_valid = False
                 raise RunError(
@@ -203,6 +207,8 @@ class VllmOmniEngine(StateMachine):
                     f"{', '.join(sorted(missing)[:5])}{' ...' if len(missing) > 5 else ''}"
                 )
             self.weights_valid = not result.ignored
+            if self._initial is None:
+                self._initial = self._watched()
         return SyncReport(result.taken, result.ignored, result.bytes, time.monotonic() - started)
 
     def watch(self, name: str) -> "torch.Tensor":
@@ -213,6 +219,16 @@ class VllmOmniEngine(StateMachine):
         """
         self.require("watch", State.WEIGHTS, State.AWAKE)
         return vllm_compat.watch(self._llm, name)
+
+    def delta_norm(self) -> float:
+        """Norm of what syncs have changed since the start, on the first layer's attention as the kernel has it."""
+        self.require("delta_norm", State.WEIGHTS, State.AWAKE)
+        if self._initial is None:
+            raise EngineStateError(f"{self.name}: delta_norm before the first full load_weights")
+        return sum(float((now - then).norm() ** 2) for now, then in zip(self._watched(), self._initial)) ** 0.5
+
+    def _watched(self) -> list["torch.Tensor"]:
+        return [vllm_compat.watch(self._llm, name) for name in _WATCHED]
 
     # -- states -------------------------------------------------------------------------------------------
 

@@ -376,16 +376,18 @@ def _broadcast(value: Any) -> Any:
 
 
 def _on_main(action: Callable[[], Any]) -> None:
-    """Do it on rank 0; an error there is raised on all ranks."""
+    """Do it on rank 0; an error there stays what it is, and is a RunError on the other ranks."""
     problem = None
     if _main():
         try:
             action()
-        except OSError as error:
-            problem = str(error)
-    problem = _broadcast(problem)
+        except Exception as error:
+            problem = error
+    text = _broadcast(f"{type(problem).__name__}: {problem}" if problem else None)
     if problem is not None:
-        raise RunError(problem)
+        raise problem
+    if text is not None:
+        raise RunError(f"rank 0: {text}")
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:

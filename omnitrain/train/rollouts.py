@@ -6,7 +6,7 @@ from typing import Callable
 
 from omnitrain.data.sample import Sample
 from omnitrain.errors import GateRefused
-from omnitrain.rewards.scorer import Scorer
+from omnitrain.rewards.scorer import Scorer, check_skipped
 from omnitrain.rollout.engine import Request, RolloutEngine, Sampling, State
 from omnitrain.rollout.queue import PromptQueue
 from omnitrain.train.context import Clock, Context
@@ -99,12 +99,13 @@ class Rollouts:
                 self._collect(mine)
         with clock.phase("exchange"):
             samples = [s for share in ranks.gather(mine) for s in share]
+        if score:
+            check_skipped(sum(s.failed for s in samples), len(samples))
         return sorted(samples, key=lambda s: (s.group, s.child))
 
     def _collect(self, samples: list[Sample]) -> None:
-        scored = self.scorer.collect(lambda done, of: self.context.console.beat(f"waiting for reward {done}/{of}"))
-        weights = {name: spec.weight for name, spec in zip(self.scorer.names, self.context.recipe.rewards)}
+        waiting = lambda done, of: self.context.console.beat(f"waiting for reward {done}/{of}")  # noqa: E731
+        scored = self.scorer.collect(waiting, max_skipped=None)
         for index, sample in enumerate(samples):
-            sample.rewards, sample.failed = scored[index].values, bool(scored[index].failed)
-            if not sample.failed:
-                sample.reward = sum(weights[name] * value for name, value in sample.rewards.items())
+            result = scored[index]
+            sample.rewards, sample.failed, sample.reward = result.values, result.skipped, result.reward

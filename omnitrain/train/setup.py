@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from omnitrain.data.schema import RowFile
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
 from omnitrain.report.plots import write_plots
-from omnitrain.rewards.scorer import Scorer
+from omnitrain.rewards.scorer import Scorer, default_workers
 from omnitrain.rollout import build_engine
 from omnitrain.rundir import RunDir
 from omnitrain.train.checkpoint import Checkpointer, load_trainable
@@ -38,7 +39,11 @@ class Run:
     def __enter__(self) -> "Run":
         recipe = self.recipe
         # Before anything touches a device: reward workers are spawned processes.
-        self.scorer = Scorer(recipe.rewards) if recipe.algorithm.online else None
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        self.scorer = None
+        if recipe.algorithm.online:
+            log = self.run.logs / f"rewards_{os.environ.get('RANK', 0)}.log"
+            self.scorer = Scorer(recipe.rewards, default_workers(world), log=log, wait=False)
         if self.scorer:
             self._closing.append(self.scorer.close)
         tensor_parallel = getattr(recipe.rollout, "tensor_parallel", 1)
@@ -64,13 +69,19 @@ class Run:
             gradient_checkpointing=recipe.train.gradient_checkpointing,
         )
         if recipe.model.init_from:
-            path = load_trainable(Path(recipe.model.init_from), policy.module)
-            console.say(f"starting weights from {path}")
+            load_trainable(Path(recipe.model.init_from), policy.module)
+            console.say(f"starting weights from {recipe.model.init_from}")
         metrics = sinks = None
         if ranks.main:
             metrics, sinks = MetricsFile(run.metrics), build_sinks(recipe, run.path)
             self._closing += [metrics.close, sinks.close]
-        checkpointer = Checkpointer(run.path, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
+        best = recipe.checkpoint.keep_best
+        checkpointer = Checkpointer(
+            run.checkpoints,
+            keep_last=recipe.checkpoint.keep_last,
+            keep_best=(best.metric, best.mode) if best else None,
+            say=console.say,
+        )
         return Context(
             recipe, run, ranks, policy, processing, train_rows, validation_rows, checkpointer, console, metrics, sinks
         )

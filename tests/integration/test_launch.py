@@ -15,7 +15,7 @@ from omnitrain.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Launch:

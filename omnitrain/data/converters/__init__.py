@@ -21,12 +21,13 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Protocol
+from typing import Any, Protocol
 
 from omnitrain.errors import DataError
 
@@ -222,7 +223,7 @@ def _inspect_all(wanted: list[tuple[Path, str]], workers: int) -> Iterable[Any]:
     # Spawned, so that a decoder that crashes takes one worker with it, and this process reports it.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         try:
-            return list(pool.map(inspect, *zip(*wanted), chunksize=16))
+            return list(pool.map(inspect, *zip(*wanted, strict=True), chunksize=16))
         except BrokenProcessPool as error:
             raise DataError(
                 "a worker process died while opening media files (a crashing decoder, or out of memory); "
@@ -245,7 +246,8 @@ def _shared_media(parsed: list[_Parsed]) -> list[str]:
         for other in parsed[index + 1 :]:
             mine, theirs = ({m.sha256 for m in side.media.values() if m.sha256} for side in (one, other))
             if both := len(mine & theirs):
-                notes.append(f"{both} media files stand in both {one.split.name} and {other.split.name} (splits kept as published)")
+                where = f"{one.split.name} and {other.split.name}"
+                notes.append(f"{both} media files stand in both {where} (splits kept as published)")
     return notes
 
 

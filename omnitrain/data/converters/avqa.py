@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from omnitrain.data.converters import Dropped, Split
 from omnitrain.errors import DataError
@@ -83,7 +84,7 @@ class Avqa:
         for kind in ("image", "audio"):
             if not isinstance(paths.get(kind), str) or not paths[kind].strip():
                 return Dropped(name, f"missing {kind}", f"path.{kind} is {paths.get(kind)!r}")
-        lines = [f"{key}. {text}" for key, text in zip(LETTERS, options)]
+        lines = [f"{key}. {text}" for key, text in zip(LETTERS, options, strict=False)]
         content = [{"type": kind, "path": paths[kind].strip()} for kind in ("image", "audio")]
         content.append({"type": "text", "text": "\n".join([problem.strip(), *lines])})
         return {
@@ -121,9 +122,11 @@ def _read_list(path: Path) -> list[Any]:
 def _options(options: Any) -> list[str] | str:
     """The options' texts in order, or what is wrong with them."""
     if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
-        return f"2 to {len(LETTERS)} options are needed, found {len(options) if isinstance(options, list) else 'no list'}"
+        return (
+            f"2 to {len(LETTERS)} options are needed, found {len(options) if isinstance(options, list) else 'no list'}"
+        )
     texts: list[str] = []
-    for expected, option in zip(LETTERS, options):
+    for expected, option in zip(LETTERS, options, strict=False):
         match = _OPTION.fullmatch(option) if isinstance(option, str) else None
         if match is None:
             return f"{option!r} is not a letter, a full stop and a text"

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from omnitrain.data.converters import Dropped, Split
 from omnitrain.errors import DataError
 
-_SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}
+_SPLITS = {
+    "train": "train",
+    "test": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
 _ANSWER = re.compile(r"####\s*(.*?)\s*$")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d+)?|\.\d+)")
 
@@ -32,8 +40,12 @@ class Gsm8k:
         found: dict[str, list[Path]] = {}
         for path in inputs:
             if path.is_dir():
-                inside = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet"))
-                raise DataError(f"{path}: is a directory; name its files ({', '.join(inside[:4]) or 'no .jsonl or .parquet there'})")
+                inside = sorted(
+                    p.relative_to(path).as_posix() for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet")
+                )
+                raise DataError(
+                    f"{path}: is a directory; name its files ({', '.join(inside[:4]) or 'no .jsonl or .parquet there'})"
+                )
             found.setdefault(split_of(path), []).append(path)
         return [Split(name, tuple(files), files[0].parent) for name, files in found.items()]
 
@@ -79,7 +91,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a UTF-8 text file (byte {error.start}); gsm8k takes .jsonl or .parquet") from error
+        raise DataError(
+            f"{path}: not a UTF-8 text file (byte {error.start}); gsm8k takes .jsonl or .parquet"
+        ) from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -96,7 +110,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         file = pq.ParquetFile(path)
         missing = {"question", "answer"} - set(file.schema_arrow.names)
         if missing:
-            raise DataError(f"{path}: no column {', '.join(sorted(missing))}; it has {', '.join(file.schema_arrow.names)}")
+            raise DataError(
+                f"{path}: no column {', '.join(sorted(missing))}; it has {', '.join(file.schema_arrow.names)}"
+            )
         number = 0
         for batch in file.iter_batches(columns=["question", "answer"]):
             for record in batch.to_pylist():

@@ -38,7 +38,7 @@ def attach(thinker) -> None:
         for members in groups.values():
             output = original(input_features[members], feature_attention_mask[members], None, **kwargs)
             lengths = [tokens(frames[i], chunk) for i in members]
-            for i, clip in zip(members, output.last_hidden_state.split(lengths)):
+            for i, clip in zip(members, output.last_hidden_state.split(lengths), strict=True):
                 clips[i] = clip
         output.last_hidden_state = torch.cat(clips)
         return output

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 # Float32 logits held at once.
 _CHUNK_ELEMENTS = 2**26
+_LEAST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def logprobs(
     hidden (N, H), weight (V, H), labels (N,) -> log-probs (N,) and entropy (N,) without gradient, or None;
     both float32. A frozen weight costs one forward and (N, H) of memory, a trained one is recomputed.
     """
-    rows = max(64, _CHUNK_ELEMENTS // weight.shape[0])
+    rows = max(_LEAST_ROWS, _CHUNK_ELEMENTS // weight.shape[0])
     if not torch.is_grad_enabled() or weight.requires_grad:
         logp, ent = [], []
-        for h, l in zip(hidden.split(rows), labels.split(rows)):
-            args = (h, weight, l, temperature, entropy)
+        for h, label in zip(hidden.split(rows), labels.split(rows), strict=True):
+            args = (h, weight, label, temperature, entropy)
             lp, e = checkpoint(_answers, *args, use_reentrant=False) if torch.is_grad_enabled() else _answers(*args)
             logp.append(lp)
             ent.append(e)
@@ -98,10 +99,10 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, entropy, rows):
         logp, ent, jacobian = [], [], []
-        for h, l in zip(hidden.split(rows), labels.split(rows)):
-            lp, e, logits, norm = _chunk(h, weight, l, temperature, entropy)
+        for h, label in zip(hidden.split(rows), labels.split(rows), strict=True):
+            lp, e, logits, norm = _chunk(h, weight, label, temperature, entropy)
             probabilities = logits.sub_(norm[:, None]).exp_().to(weight.dtype)
-            jacobian.append((weight[l] - probabilities @ weight) / temperature)
+            jacobian.append((weight[label] - probabilities @ weight) / temperature)
             logp.append(lp)
             ent.append(e if entropy else lp.new_zeros(0))
         ctx.save_for_backward(torch.cat(jacobian))

@@ -35,8 +35,8 @@ def wrap(thinker: nn.Module, spec: Lora) -> nn.Module:
     unknown = [target for target in targets if target not in modules]
     if unknown or not targets:
         raise ModelError(
-            f"model.lora.targets: {', '.join(unknown) or 'an empty list'} matches no linear module of the text decoder; "
-            f"there are {', '.join(sorted(set(modules)))}"
+            f"model.lora.targets: {', '.join(unknown) or 'an empty list'} matches no linear module "
+            f"of the text decoder; there are {', '.join(sorted(set(modules)))}"
         )
     config = LoraConfig(
         r=spec.rank,
@@ -50,7 +50,7 @@ def wrap(thinker: nn.Module, spec: Lora) -> nn.Module:
     expected = sum(leaf in targets for leaf in modules)
     bound = len(adapters(wrapped))
     if bound != expected:
-        raise ModelError(f"model.lora bound {bound} modules where {expected} are meant; this is a bug with this peft version")
+        raise ModelError(f"model.lora bound {bound} modules where {expected} are meant; check the version of peft")
     return wrapped
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from omnitrain.models.qwen3_omni.head import LogprobHead, Question
 from omnitrain.models.qwen3_omni.packing import Packed, pack
 from omnitrain.models.qwen3_omni.spec import Qwen3OmniModel
 from omnitrain.models.qwen3_omni.weights import (
-    PREFIX,
     Checkpoint,
     Kept,
     local_rows,

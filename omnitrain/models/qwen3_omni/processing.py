@@ -43,7 +43,9 @@ class Processing:
         try:
             self._processor = AutoProcessor.from_pretrained(checkpoint.path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{checkpoint.path}: no usable processor or tokenizer ({error}); copy the checkpoint again") from error
+            raise ModelError(
+                f"{checkpoint.path}: no usable processor or tokenizer ({error}); copy the checkpoint again"
+            ) from error
         self._tokenizer = self._processor.tokenizer
         self._config = checkpoint.config.thinker_config
         self._rope = _Rope(self._config)
@@ -59,6 +61,10 @@ class Processing:
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, without template; special tokens in it are taken as such."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def response_ids(self, text: str) -> list[int]:
+        """Ids of a response that says `text` and ends, as the model would have sampled it."""
+        return [*self.encode_text(text), self._tokenizer.eos_token_id]
 
     def decode(self, ids: list[int]) -> str:
         """Text of response ids, without special tokens."""

@@ -1,8 +1,8 @@
 """A tiny Qwen3-Omni with random weights, in the published checkpoint layout.
 
-Same classes, names and files as the published model, about 1.4 M parameters (0.84 M in the text decoder), and a real (small)
-Qwen tokenizer: the first 2,048 ranks of Qwen's own merges plus the special tokens. It is what
-rehearsals, tests and the quickstart run on.
+Same classes, names and files as the published model, about 1.4 M parameters (0.84 M in the text decoder),
+and a real (small) Qwen tokenizer: the first 2,048 ranks of Qwen's own merges plus the special tokens.
+It is what rehearsals, tests and the quickstart run on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def _ranks() -> list[bytes]:
             "or has no resources/qwen.tiktoken; fix: install dashscope"
         )
     with file.open("rb") as lines:
-        return [base64.b64decode(line.split()[0]) for line, _ in zip(lines, range(RANKS))]
+        return [base64.b64decode(line.split()[0]) for line in islice(lines, RANKS)]
 
 
 def _tokenizer():
@@ -98,9 +99,13 @@ def _tokenizer():
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=dict(
-            image_token="<|image_pad|>", audio_token="<|audio_pad|>", video_token="<|video_pad|>",
-            vision_bos_token="<|vision_start|>", vision_eos_token="<|vision_end|>",
-            audio_bos_token="<|audio_start|>", audio_eos_token="<|audio_end|>",
+            image_token="<|image_pad|>",
+            audio_token="<|audio_pad|>",
+            video_token="<|video_pad|>",
+            vision_bos_token="<|vision_start|>",
+            vision_eos_token="<|vision_end|>",
+            audio_bos_token="<|audio_start|>",
+            audio_eos_token="<|audio_end|>",
         ),  # fmt: skip
     )
     tokenizer.add_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIALS])
@@ -112,7 +117,7 @@ def _split(token: bytes, rank_of: dict[bytes, int]) -> list[bytes]:
     """The two pieces whose merge makes `token`: apply all merges of a lower rank to its bytes."""
     pieces, limit = [bytes([b]) for b in token], rank_of[token]
     while len(pieces) > 2:
-        pairs = [rank_of.get(a + b, limit) for a, b in zip(pieces, pieces[1:])]
+        pairs = [rank_of.get(a + b, limit) for a, b in pairwise(pieces)]
         best = min(range(len(pairs)), key=pairs.__getitem__)
         pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
     return pieces

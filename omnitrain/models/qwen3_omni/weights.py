@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -203,7 +203,7 @@ def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
     Fused experts, gate_up_proj (E, 2I, H) and down_proj (E, H, I), become one gate_proj, up_proj and
     down_proj per expert; everything else only gets the prefix "thinker.".
     """
-    for (stored, _), part in zip(_stored(name, tensor.shape), _parts(name, tensor)):
+    for (stored, _), part in zip(_stored(name, tensor.shape), _parts(name, tensor), strict=True):
         yield stored, part
 
 

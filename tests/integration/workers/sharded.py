@@ -85,20 +85,19 @@ def main(action: str, folder: Path) -> None:
         trip = checkpointer.round_trip(net, optimizer)
         assert snapshot(net, optimizer, scheduler) == before
         result = {"state": before, "draws": draws(), "unequal": trip.unequal, "tensors": trip.tensors}
+        other = build(seed=98)
+        load_trainable(folder, other[0])
+        result["init"] = snapshot(*other)
+        if rank == 1:
+            os.fsync = _no_space  # of two ranks' disks one is full
+        try:
+            checkpointer.save(4, net, optimizer, scheduler, {}) if dist.is_initialized() else None
+        except RunError as error:
+            result["full_disk"] = str(error)
     elif action == "load":
         train(net, optimizer, scheduler, 1)
         extra = checkpointer.load(checkpointer.latest(), net, optimizer, scheduler)
         result = {"state": snapshot(net, optimizer, scheduler), "draws": draws(), "extra": extra}
-    elif action == "init":
-        load_trainable(folder, net)
-        result = {"state": snapshot(net, optimizer, scheduler)}
-    elif action == "full_disk":  # only rank 1's disk is full
-        if rank == 1:
-            os.fsync = _no_space
-        try:
-            checkpointer.save(4, net, optimizer, scheduler, {})
-        except RunError as error:
-            result = {"error": str(error)}
     (folder / f"{action}_{rank}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.barrier()

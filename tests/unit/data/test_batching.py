@@ -38,10 +38,10 @@ def test_l4_ranks_differ_by_at_most_one_longest_item(lengths, limit, ranks):
 
 
 @given(lengths, st.integers(100, 400), ranks)
-def test_no_more_micro_batches_than_needed_to_within_a_factor(lengths, limit, ranks):
+def test_micro_batches_are_on_average_half_full_or_better(lengths, limit, ranks):
     count = len(balanced(lengths, limit, ranks)[0])
-    # Two half-full bins never stand side by side with one that overflows: at least half of each but the last round is used.
-    assert count <= max(1, -(-2 * sum(lengths) // (limit * ranks)) + 1) if lengths else count == 0
+    # With one round fewer some item did not fit into the emptiest bin, which then held more than half the limit.
+    assert count <= max(1, -(-2 * sum(lengths) // (limit * ranks))) if lengths else count == 0
 
 
 def test_realistic_lengths_are_balanced_to_a_percent():
@@ -60,3 +60,9 @@ def test_fewer_items_than_ranks_leaves_empty_micro_batches():
 def test_item_over_the_limit_is_an_error_that_names_it_and_the_fix():
     with pytest.raises(RunError, match=r"sample 1 has 11 tokens.*max_tokens_per_device = 10; set .* to 11"):
         balanced([3, 11], 10, 2)
+
+
+def test_ranks_with_few_tokens_so_far_get_the_larger_micro_batches():
+    lengths = [10, 7, 6, 4]
+    totals = [sum(tokens(b, lengths) for b in rank) for rank in balanced(lengths, 10, 2)]
+    assert sorted(totals) == [13, 14]

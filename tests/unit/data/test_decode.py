@@ -103,6 +103,11 @@ def test_other_rates_and_channels_become_16_khz_mono(tmp_path, data, rate):
     assert inspect(tmp_path / "a", "audio").rate == rate
 
 
+def test_resampling_folds_nothing_back_below_8_khz(tmp_path):
+    loaded = load_audio(Part("audio", data=sound(rate=44100, hertz=10000.0)), tmp_path)
+    assert np.abs(loaded[800:-800]).max() < 1e-3
+
+
 def test_sound_track_of_a_container_is_decoded(tmp_path):
     (tmp_path / "a.m4a").write_bytes(m4a())
     loaded = load_audio(Part("audio", path="a.m4a"), tmp_path)

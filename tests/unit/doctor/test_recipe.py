@@ -1,0 +1,85 @@
+import shutil
+
+import pytest
+
+from omnitrain.doctor import recipe as checks
+from omnitrain.evaluation.agreement import write_prompts
+from omnitrain.recipe.loader import load
+
+RECIPE = """
+name = "r"
+[model]
+family = "qwen3_omni"
+path = "{path}"
+[data]
+train = "{train}"
+[algorithm]
+kind = "gspo"
+[rollout]
+group_size = 2
+[[rewards]]
+kind = "choice"
+[[rewards]]
+kind = "python"
+function = "my_rewards:score"
+[train]
+prompts_per_step = 2
+learning_rate = 1e-3
+max_steps = 1
+"""
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    train = write_prompts(tmp_path / "data" / "train.parquet", per_modality=1)
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(path=tmp_path / "model", train=train))
+    return load([path])
+
+
+def test_data_files_open_and_their_media_decode(loaded):
+    (found,) = checks.data_files(loaded.recipe)
+    assert found.status == "ok"
+    assert "4 rows" in found.detail and "4 media files" in found.detail
+
+
+def test_a_missing_data_file_is_a_problem(loaded, tmp_path):
+    shutil.rmtree(tmp_path / "data")
+    (found,) = checks.data_files(loaded.recipe)
+    assert found.status == "problem" and "train.parquet" in found.detail
+
+
+def test_a_truncated_picture_in_the_data_is_a_problem(loaded, monkeypatch):
+    from omnitrain.data import media
+
+    whole = media._decode_image
+    monkeypatch.setattr(media, "_decode_image", lambda file: whole(type(file)(file.read()[:60])))
+    (found,) = checks.data_files(loaded.recipe)
+    assert found.status == "problem" and "image" in found.detail
+
+
+def test_a_model_without_files_is_a_problem(loaded):
+    found = checks.model(loaded.recipe)
+    assert found.status == "problem" and "model" in found.detail
+
+
+def test_rewards_import_or_say_what_is_missing(loaded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert checks.reward(loaded.recipe, 0).status == "ok"
+    found = checks.reward(loaded.recipe, 1)
+    assert found.status == "problem" and "my_rewards" in found.detail
+    (tmp_path / "my_rewards.py").write_text("def score(response, row):\n    return 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert checks.reward(loaded.recipe, 1).status == "ok"
+    (tmp_path / "my_rewards.py").write_text("raise RuntimeError('no licence')\n")
+    assert "no licence" in checks.reward(loaded.recipe, 1).detail
+
+
+def test_the_memory_line_is_the_plans_verdict(loaded):
+    recipe = loaded.recipe.model_copy(update={"model": loaded.recipe.model.model_copy(update={"path": "Qwen/Qwen3-Omni-30B-A3B-Instruct"})})
+    assert checks.memory(recipe, devices=1, memory_gib=8).status == "problem"
+
+
+def test_every_part_of_the_recipe_has_its_check(loaded):
+    names = [check.name for check in checks.checks(loaded)]
+    assert names == ["recipe data", "recipe model", "recipe rewards[0]", "recipe rewards[1]", "recipe memory"]

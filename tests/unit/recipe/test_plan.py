@@ -1,0 +1,221 @@
+"""The plan's arithmetic against counts made otherwise, and its verdicts."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omnitrain.errors import DataError, ModelError, RecipeError
+from omnitrain.models.qwen3_omni.spec import PUBLISHED, sizes
+from omnitrain.recipe.loader import load
+from omnitrain.recipe.plan import COMFORTABLE, make_plan, total_steps
+from omnitrain.recipe.rows import count_rows
+
+
+@pytest.fixture
+def planned(recipe_file):
+    """The plan of the example recipe with some fields set."""
+    return lambda *sets, devices=4, memory=80.0, unsets=(): make_plan(
+        load([recipe_file()], sets, unsets).recipe, devices, memory
+    )
+
+
+def test_x1_the_arithmetic_of_a_step(planned):
+    batch = planned().batch
+    assert batch.sequences_per_step == 128 * 16
+    assert batch.updates_per_step == 8
+    assert batch.sequences_per_update == 16 * 16
+    assert batch.engines == 2
+    assert batch.rows is None and batch.steps is None
+
+
+def test_epochs_become_whole_steps_when_the_data_is_here(planned, tmp_path):
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"id": [str(i) for i in range(4490)]}), tmp_path / "data" / "train.parquet")
+    batch = planned().batch
+    assert (batch.rows, batch.steps, batch.updates) == (4490, 350, 2800)
+    assert planned("train.max_steps=10").batch.steps == 10
+    assert planned("train.prompts_per_step=8192", "train.epochs=1").batch.steps == 1
+
+
+def test_max_steps_alone_needs_no_data(recipe_file):
+    recipe = load([recipe_file()], ["train.max_steps=7"], ["train.epochs"]).recipe
+    assert total_steps(recipe, None) == 7
+
+
+@given(groups=st.lists(st.integers(0, 40), max_size=4), columns=st.integers(1, 20), note=st.binary(max_size=300))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_are_counted_as_pyarrow_counts_them(tmp_path, groups, columns, note):
+    names = [f"c{i}" for i in range(columns)]
+    kinds = [pa.int64(), pa.list_(pa.struct([("a", pa.bool_()), ("b", pa.string())])), pa.float64(), pa.binary()]
+    schema = pa.schema([(name, kinds[i % 4]) for i, name in enumerate(names)], metadata={b"note": note})
+    path = tmp_path / "x.parquet"
+    with pq.ParquetWriter(path, schema) as writer:
+        for count in groups:
+            writer.write_table(pa.Table.from_pylist([{}] * count, schema=schema))
+    assert count_rows(path) == pq.ParquetFile(path).metadata.num_rows == sum(groups)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PAR1",
+        b"not parquet at all",
+        b"\x00" * 4 + b"\xff\xff\xff\x7fPAR1",
+        b"\x15" * 20 + b"\x08\0\0\0PAR1",
+        b"\xff" * 20 + b"\x08\0\0\0PAR1",
+    ],
+)
+def test_a_file_that_is_not_parquet_is_a_data_error(tmp_path, content):
+    path = tmp_path / "x.parquet"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="x.parquet"):
+        count_rows(path)
+
+
+def test_published_sizes_are_those_of_the_30b_a3b(planned):
+    found = sizes(PUBLISHED[0])
+    assert 30.4e9 < found.decoder < 30.6e9
+    assert found.lora(32, ["q_proj", "k_proj", "v_proj", "o_proj"]) == 48 * 32 * 2 * ((2048 + 4096) + (2048 + 512))
+    assert found.kv_bytes(2, 1) == 2 * 48 * 4 * 128 * 2
+    assert found.kv_bytes(2, 8) == found.kv_bytes(2, 4)  # a head is not split
+
+
+def tiny_config() -> dict:
+    text = {
+        "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "vocab_size": 1024, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "patch_size": 16, "out_hidden_size": 128}
+    audio = {
+        "d_model": 64, "encoder_layers": 2, "encoder_ffn_dim": 128, "downsample_hidden_size": 32, "num_mel_bins": 32,
+        "output_dim": 128,
+    }  # fmt: skip
+    thinker = {"text_config": text, "vision_config": vision, "audio_config": audio}
+    return {"model_type": "qwen3_omni_moe", "thinker_config": thinker}
+
+
+def test_sizes_of_a_directory_are_those_of_its_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    # 2 layers, embeddings, head and final norm of a checkpoint written by transformers from this configuration.
+    assert sizes(str(tmp_path)).decoder == 296576 + 131072 * 2 + 128
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda p: None, "has no config.json"),
+        (lambda p: p.write_text("{"), "not a JSON object"),
+        (lambda p: p.write_text("[]"), "not a JSON object"),
+        (lambda p: p.write_text('{"model_type": "llama"}'), 'is a "llama" checkpoint'),
+        (lambda p: p.write_text('{"model_type": "qwen3_omni_moe"}'), "'thinker_config' is missing"),
+    ],
+)
+def test_a_directory_that_is_no_qwen3_omni_checkpoint_is_a_model_error(tmp_path, write, expected):
+    write(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=expected):
+        sizes(str(tmp_path))
+
+
+def test_sizes_come_from_the_local_hub_cache_and_are_else_unknown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert sizes("someone/finetune") is None
+    snapshot = tmp_path / "models--someone--finetune" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(tiny_config()))
+    assert sizes("someone/finetune").layers == 2
+
+
+def test_an_unknown_model_gives_a_plan_without_memory(planned):
+    plan = planned("model.path=someone/unknown")
+    assert plan.verdict is None and plan.phases == ()
+    assert any("memory is not planned" in warning for warning in plan.warnings)
+
+
+def test_the_published_setting_fits_four_devices_of_80_gib_with_the_weights_awake(planned):
+    plan = planned("train.max_tokens_per_device=20480")
+    assert (plan.verdict, plan.sleep) == ("fits", "kv")
+    parts = dict(plan.phases[-1].parts)
+    assert parts["frozen weights, sharded"] == pytest.approx(14.2, abs=0.1)
+    assert parts["engine weights"] == pytest.approx(28.5 + 2.2, abs=0.2)
+
+
+def test_auto_sleep_gives_up_the_weights_where_they_do_not_fit_beside_the_update(planned):
+    plan = planned("rollout.gpu_memory_utilization=0.65", memory=64.0)
+    assert plan.sleep == "weights"
+    assert "engine weights" not in dict(plan.phases[-1].parts)
+
+
+def test_an_engine_that_never_sleeps_keeps_its_cache_during_the_update(planned):
+    off = planned("rollout.sleep=off").phases[-1].total
+    assert off > planned("rollout.sleep=kv").phases[-1].total + 20
+
+
+def test_u6_weights_that_do_not_fit_are_refused(planned):
+    plan = planned("rollout.tensor_parallel=1", devices=1, memory=24.0)
+    assert plan.verdict == "does not fit"
+    assert plan.knob
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(2, 80.0), (4, 64.0), (4, 48.0)])
+def test_the_knob_makes_it_fit(recipe_file, devices, memory):
+    recipe = load([recipe_file()]).recipe
+    knob = make_plan(recipe, devices, memory).knob
+    words = knob.split()
+    if words[-1] == "devices":
+        again = make_plan(recipe, int(words[1]), memory)
+    else:
+        field, value = words[1], words[3]  # "set FIELD = VALUE" or "lower FIELD to VALUE"
+        again = make_plan(load([recipe_file()], [f"{field}={value}"]).recipe, devices, memory)
+    assert again.verdict == "fits"
+
+
+def test_what_needs_more_memory_is_planned_to_need_more(planned):
+    base = planned().phases[-1].total
+    assert planned("train.max_tokens_per_device=32768").phases[-1].total > base
+    assert planned("train.gradient_checkpointing=false").phases[-1].total > base
+    assert planned("model.dtype=float32", "rollout.sleep=kv").phases[-1].total > base
+    assert planned(unsets=["model.lora"]).phases[-1].total > base
+    assert planned(devices=8).phases[-1].total < base
+    assert planned(unsets=["model.lora"]).disk_gib > 100 > planned().disk_gib
+
+
+@pytest.mark.parametrize("memory", [60.0, 70.0, 74.0, 80.0])
+def test_the_verdict_follows_the_largest_phase(planned, memory):
+    plan = planned(memory=memory)
+    share = max(phase.total for phase in plan.phases) / memory
+    assert plan.verdict == ("does not fit" if share > 1 else "tight" if share > COMFORTABLE else "fits")
+    assert (plan.knob is None) == (plan.verdict == "fits")
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_warned_of(planned):
+    plan = planned("train.max_tokens_per_device=2500")
+    assert any("= 3072 is more than train.max_tokens_per_device = 2500" in warning for warning in plan.warnings)
+
+
+def test_a_plan_of_sft_has_one_phase_and_no_engine(recipe_file):
+    recipe = load([recipe_file()], ["algorithm.kind=sft"], ["algorithm", "rollout", "rewards"]).recipe
+    plan = make_plan(recipe, 4, 80.0)
+    assert [phase.name for phase in plan.phases] == ["train"]
+    assert (plan.batch.engines, plan.sleep, plan.kv_tokens) == (0, None, None)
+
+
+def test_a_plan_with_the_trainer_as_engine_has_no_engine_weights(recipe_file):
+    recipe = load([recipe_file("tensor_parallel = 2", 'engine = "trainer"')]).recipe
+    plan = make_plan(recipe, 3, 80.0)
+    assert all("engine weights" not in dict(phase.parts) for phase in plan.phases)
+
+
+def test_no_devices_is_an_error(recipe_file):
+    with pytest.raises(RecipeError, match="--devices 0"):
+        make_plan(load([recipe_file()]).recipe, 0)
+
+
+def test_planning_leaves_no_files_behind(planned, tmp_path):
+    planned()
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["recipe.toml"]
