@@ -8,7 +8,8 @@ EXTRA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
-QUICK ?= runs/quickstart
+# The recipes in recipes/tiny name this directory.
+QUICK := runs/quickstart
 # A uv on the path is used; otherwise the environment gets its own.
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 export OMP_NUM_THREADS ?= 1
@@ -32,6 +33,7 @@ quickstart: install ## Train a tiny Qwen3-Omni Thinker: SFT warm-up, then GSPO (
 	$(BIN)/omnitrain prepare avqa $(QUICK)/demo $(QUICK)/data
 	$(BIN)/omnitrain train recipes/tiny/sft_warmup.toml
 	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml
+	@echo "metrics, samples, checkpoints and plots are in runs/tiny-gspo-quickstart"
 
 test: install ## The fast tests (within 20 minutes)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' tests

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Sequence
 
 from omnitrain import keeper
 from omnitrain.errors import Interrupted, OmnitrainError
@@ -227,7 +227,10 @@ def _first_failure(run: RunDir, start: float) -> tuple[int, str] | None:
         return code, text if len(errors) == 1 and rank == 0 else f"rank {rank}: {text}"
     for failure in ended:
         if failure["exitcode"] != -signal.SIGTERM:  # torchrun's own, to the ranks that had not failed
-            return 1, f"rank {failure['rank']} ended with status {failure['exitcode']}; see {_log(run, failure['rank'])}"
+            return (
+                1,
+                f"rank {failure['rank']} ended with status {failure['exitcode']}; see {_log(run, failure['rank'])}",
+            )
     return None
 
 

@@ -1,7 +1,7 @@
 """The run directory: who may write it, what it holds, how a run is resumed, stopped and ended. Imports no torch.
 
-    runs/<name>/  recipe.toml  metrics.jsonl  samples/step_N/  checkpoints/step_N/  logs/  plots/  discarded/
-                  lock  stop  exit.json
+runs/<name>/  recipe.toml  metrics.jsonl  samples/step_N/  checkpoints/step_N/  logs/  plots/  discarded/
+              lock  stop  exit.json
 """
 
 import fcntl
@@ -78,7 +78,7 @@ class RunDir:
             UsageError: another run has it.
         """
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        for attempt in range(50):
+        for _ in range(50):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -117,7 +117,9 @@ class RunDir:
                     if holder.get("token") == token and holder["prepared"] and _is_locked(file.fileno()):
                         return
             time.sleep(0.1)
-        raise RunError(f"{self.path} was not prepared by rank 0 within {seconds:.0f} s; is it on a file system all nodes see?")
+        raise RunError(
+            f"{self.path} was not prepared by rank 0 within {seconds:.0f} s; is it on a file system all nodes see?"
+        )
 
     def _write_holder(self, holder: dict[str, Any]) -> None:
         text = json.dumps(holder).encode()
@@ -153,7 +155,12 @@ class RunDir:
                 write_atomic(self.recipe_file, text)
             for folder in (self.samples, self.checkpoints, self.logs, self.plots):
                 folder.mkdir(exist_ok=True)
-            for leftover in (self.stop_file, self.exit_file, self.logs / "failures.json", *self.logs.glob("rank_*.error")):
+            for leftover in (
+                self.stop_file,
+                self.exit_file,
+                self.logs / "failures.json",
+                *self.logs.glob("rank_*.error"),
+            ):
                 leftover.unlink(missing_ok=True)
             step = None
             if resumed:
@@ -161,7 +168,9 @@ class RunDir:
                 notes += skipped
                 step = checkpoint_step(newest) if newest else None
                 notes += discard_after(self, -1 if step is None else step)
-                notes.append(f"resuming after step {step}" if newest else "no checkpoint yet: starting from the beginning")
+                notes.append(
+                    f"resuming after step {step}" if newest else "no checkpoint yet: starting from the beginning"
+                )
         except BaseException:
             self.unlock()
             raise

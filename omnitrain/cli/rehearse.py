@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from omnitrain.recipe.schema import Recipe
 
 _Devices = Annotated[int, typer.Option(min=1, help="Processes.")]
-_RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the rehearsal here; default a temporary directory.")]
+_RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep the rehearsal here; default a temporary directory.")
+]
 
 SYNTHETIC_ROWS = 16
 
@@ -29,7 +31,9 @@ def register(app: typer.Typer) -> None:
     app.command()(rehearse)
 
 
-def rehearse(recipe: _Recipes, sets: _Sets = [], unsets: _Unsets = [], devices: _Devices = 1, run_dir: _RunDir = None) -> None:
+def rehearse(
+    recipe: _Recipes, sets: _Sets = [], unsets: _Unsets = [], devices: _Devices = 1, run_dir: _RunDir = None
+) -> None:
     """Run a recipe for two steps with a tiny random model of its family and a handful of rows; every substitution is printed."""
     from omnitrain.launch import launch, visible_accelerators
     from omnitrain.recipe.loader import load
@@ -45,7 +49,9 @@ def rehearse(recipe: _Recipes, sets: _Sets = [], unsets: _Unsets = [], devices: 
     if final.rollout is not None and final.rollout.engine == "vllm_omni" and (missing := _no_vllm(kind)):
         final = _with_trainer_engine(final)
         substitutions.append(f"rollout.engine: vllm_omni -> trainer ({missing})")
-    typer.echo(f"rehearsing {loaded.recipe.name} on {devices} {kind} {'process' if devices == 1 else 'processes'}, in {run.path}")
+    typer.echo(
+        f"rehearsing {loaded.recipe.name} on {devices} {kind} {'process' if devices == 1 else 'processes'}, in {run.path}"
+    )
     for line in substitutions:
         typer.echo(f"  {line}")
     for note in run.prepare(final, fresh=True).notes:

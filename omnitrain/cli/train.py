@@ -14,9 +14,16 @@ if TYPE_CHECKING:
     from omnitrain.recipe.loader import Loaded
     from omnitrain.rundir import Prepared
 
-_Recipes = Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, merged left to right.", show_default=False)]
-_Sets = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, in TOML syntax; list+=item appends.")]
-_Unsets = Annotated[list[str], typer.Option("--unset", metavar="FIELD", help="Take a field or table out of the recipe.")]
+_Recipes = Annotated[
+    list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, merged left to right.", show_default=False)
+]
+_Sets = Annotated[
+    list[str],
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, in TOML syntax; list+=item appends."),
+]
+_Unsets = Annotated[
+    list[str], typer.Option("--unset", metavar="FIELD", help="Take a field or table out of the recipe.")
+]
 _Devices = Annotated[int | None, typer.Option(min=1, help="Processes on this node; default one per accelerator.")]
 _RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Default runs/<name>. An existing run is resumed.")]
 _Fresh = Annotated[bool, typer.Option("--fresh", help="Move an existing run aside and start again.")]
@@ -26,7 +33,9 @@ _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and star
 
 def register(app: typer.Typer) -> None:
     """Add `train` to the main command."""
-    app.command(options_metavar="[OPTIONS]", epilog="Arguments after -- go to torchrun: -- --nnodes 2 --rdzv-endpoint HOST:PORT")(train)
+    app.command(
+        options_metavar="[OPTIONS]", epilog="Arguments after -- go to torchrun: -- --nnodes 2 --rdzv-endpoint HOST:PORT"
+    )(train)
 
 
 def train(
@@ -60,7 +69,9 @@ def train(
     options = {"fresh": fresh, "allow_change": allow_change}
     if outer_torchrun():
         if devices or context.obj:
-            raise UsageError("--devices and arguments for torchrun have no effect inside a torchrun of your own; leave them out")
+            raise UsageError(
+                "--devices and arguments for torchrun have no effect inside a torchrun of your own; leave them out"
+            )
         raise typer.Exit(_as_rank(loaded, final, run, options))
     found = visible_accelerators()
     count = devices or found.count

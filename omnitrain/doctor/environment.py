@@ -17,6 +17,7 @@ TESTED = {
     "2.11": {"torch": "2.11.0", "torchvision": "0.26.0", "torchaudio": "2.11.0"},
 }
 NEWEST = "2.13"
+OLDEST_PYTHON = (3, 11)
 _REPORT = """
 import json, importlib, sys
 module = importlib.import_module({name!r})
@@ -61,7 +62,7 @@ def version_of(*distributions: str) -> str | None:
 def interpreter() -> Finding:
     """Python's version and where it runs."""
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}"
-    if sys.version_info < (3, 11):
+    if sys.version_info < OLDEST_PYTHON:
         return Finding("python", PROBLEM, detail, "make install PYTHON=python3.11")
     return Finding("python", OK, detail)
 

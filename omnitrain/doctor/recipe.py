@@ -84,7 +84,7 @@ def starting_weights(recipe: Recipe) -> Finding:
     run = RunDir(Path(recipe.model.init_from))
     newest, _ = latest_checkpoint(run.checkpoints) if run.checkpoints.is_dir() else (None, [])
     if newest is None:
-        fix = f"omnitrain train {run.recipe_file}" if run.recipe_file.exists() else "--unset model.init_from"
+        fix = f"omnitrain train {run.recipe_file}" if run.recipe_file.exists() else "omnitrain train RECIPE --unset model.init_from"
         return Finding("recipe init_from", PROBLEM, f"{run.path} holds no whole checkpoint", fix)
     return Finding("recipe init_from", OK, str(newest))
 
@@ -95,12 +95,28 @@ def memory(recipe: Recipe, devices: int | None, memory_gib: float | None) -> Fin
     from omnitrain.recipe.plan import make_plan
 
     found = visible_accelerators()
+    count = devices or found.count
+    memory_gib = memory_gib or _memory_of_one(found.kind, count)
     try:
-        plan = make_plan(recipe, devices or found.count, memory_gib)
+        plan = make_plan(recipe, count, memory_gib)
     except OmnitrainError as error:
         return Finding("recipe memory", PROBLEM, first_line(str(error), 240), "omnitrain plan RECIPE --devices N")
-    where = f"{devices or found.count} x {found.kind}"
+    where = f"{count} x {found.kind} with {memory_gib:.1f} GiB" if memory_gib else f"{count} x {found.kind}"
     if plan.verdict == "fits":
         return Finding("recipe memory", OK, f"fits {where}")
+    if plan.verdict is None:
+        missing = "the model's sizes are" if memory_gib else "the memory of an accelerator is"
+        return Finding("recipe memory", WARNING, f"no verdict: {missing} not known", "omnitrain plan RECIPE --memory GIB")
     status = WARNING if plan.verdict == "tight" else PROBLEM
     return Finding("recipe memory", status, f"{plan.verdict} on {where}", plan.knob or "omnitrain plan RECIPE")
+
+
+def _memory_of_one(kind: str, count: int) -> float | None:
+    """GiB of one device; on a CPU each rank's share of the main memory that is free."""
+    if kind == "cpu":
+        import psutil
+
+        return psutil.virtual_memory().available / 2**30 / count
+    code = "from omnitrain import device as d; print('GIB', d.memory(d.current_device(0)).total)"
+    outcome = run_python(["-c", code], timeout=120)
+    return next((float(line.split()[1]) for line in outcome.out.splitlines() if line.startswith("GIB ")), None)

@@ -52,6 +52,7 @@ class TrainerEngine(StateMachine):
         super().__init__()
         self._policy, self._max_concurrent = policy, max_concurrent
         self._stop_ids, self._decode = set(eos_ids), decode
+        self._watched: str | None = None
         self._first: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
         self.model_class = f"{type(policy).__module__}.{type(policy).__qualname__}"
@@ -116,17 +117,21 @@ class TrainerEngine(StateMachine):
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, full: bool = False) -> SyncReport:
         """Drain `named`, which is collective; the policy's weights are this engine's already."""
         self.require("load_weights", State.WEIGHTS, State.AWAKE)
-        report, watched = SyncReport(), None
+        report, candidate, watched = SyncReport(), None, None
         for name, tensor in named:
             report.pushed.add(name)
-            if watched is None and tensor.ndim == 2:
-                watched = tensor.detach().float().cpu().clone()
+            if name == self._watched or (candidate is None and tensor.ndim == 2):
+                copy = tensor.detach().float().cpu().clone()
+                candidate = candidate or (name, copy)
+                watched = copy if name == self._watched else watched
+        if watched is None and candidate is not None:  # the first sync, or one that streams other parameters
+            self._watched, self._first = candidate
+            watched = self._first
         self._last = watched
-        self._first = watched if self._first is None else self._first
         return report
 
     def delta_norm(self) -> float:
-        """Norm of the change since the first sync, on the first matrix that the syncs stream."""
+        """Norm of the change since the first sync, on the first matrix that the syncs stream alike."""
         if self._first is None or self._last is None:
             return 0.0
         return float((self._last - self._first).norm())

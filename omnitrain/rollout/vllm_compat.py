@@ -19,7 +19,7 @@ from omnitrain.errors import ModelError, RunError
 if TYPE_CHECKING:
     import torch
 
-# An engine of ours holds the Thinker of vLLM-Omni; any other class would be upstream's, with its M-RoPE bug.
+_ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
 _OMNI_MODULE = "vllm_omni."
 _GROUP_BYTES = 256 << 20
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+\.)?[a-z_]+(_proj)?(\.weight)?$")
@@ -92,7 +92,6 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
     the checkpoint cannot be served, or is served by another class than vLLM-Omni's.
     """
     prepare_environment()
-    import vllm_omni  # noqa: F401  its plugin registers the model class
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -111,6 +110,7 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
                 raise RunError('rollout.sleep: vLLM cannot sleep on this device; set rollout.sleep = "off"')
             options["enable_sleep_mode"] = True
     with _undo_side_effects():
+        _register_thinker()
         llm = LLM(
             model=path,
             limit_mm_per_prompt=media,
@@ -128,6 +128,34 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
             f"minor version as vllm (found {versions()}) and leave VLLM_PLUGINS unset"
         )
     return llm
+
+
+def _register_thinker() -> None:
+    """Make vLLM-Omni's Thinker the class of the architecture; upstream's puts image positions one token late (0.30).
+
+    vllm-omni 0.30 does so itself. 0.26 leaves upstream's class in place, and its own returns captured layers
+    beside the hidden states, which only vllm-omni's staged runner takes.
+    """
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    registered = ModelRegistry.models.get(_ARCHITECTURE)
+    if getattr(registered, "module_name", "").startswith(_OMNI_MODULE):
+        return
+    try:
+        from vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker import (
+            Qwen3OmniMoeThinkerForConditionalGeneration as OmniThinker,
+        )
+    except ImportError:
+        return  # build_llm refuses the class that is left
+
+    class Thinker(OmniThinker):
+        def forward(self, *args, **kwargs):
+            hidden = super().forward(*args, **kwargs)
+            return hidden[0] if isinstance(hidden, tuple) else hidden
+
+    ModelRegistry.register_model(_ARCHITECTURE, Thinker)
 
 
 def _cpu_cache_bytes(path: str, options: dict[str, Any]) -> int:
@@ -155,9 +183,9 @@ def model(llm: Any) -> "torch.nn.Module":
 
 
 def model_class(llm: Any) -> str:
-    """Full name of the engine's model class."""
-    cls = type(model(llm))
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """Full name of the engine's model class, or of the class of vLLM-Omni that it is derived from."""
+    classes = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(model(llm)).__mro__]
+    return next((name for name in classes if name.startswith(_OMNI_MODULE) and "Mixin" not in name), classes[0])
 
 
 def can_sleep(llm: Any) -> bool:

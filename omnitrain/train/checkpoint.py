@@ -10,25 +10,36 @@ import io
 import json
 import os
 import platform
-import random
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 import omnitrain
 from omnitrain.errors import ModelError, RunError
 from omnitrain.rundir import MANIFEST, latest_checkpoint, read_manifest, whole_checkpoints, write_atomic
+from omnitrain.train.checkpoint_state import (
+    bits,
+    clean,
+    device_of,
+    hyperparameters,
+    local_bytes,
+    map_tensors,
+    optimizer_state,
+    rng_state,
+    set_rng_state,
+    tensors,
+    trainable_state,
+)
 
 _EXTRA = "extra.pt"
 
@@ -80,15 +91,20 @@ class Checkpointer:
         """
         target, temporary = self.directory / f"step_{step}", self.directory / f".tmp_step_{step}"
         state = {"model": trainable_state(module), "optimizer": optimizer_state(module, optimizer)}
-        rngs = _gather(_rng_state(_device(state["model"])))
-        size = sum(_gather(_local_bytes(state)))
+        rngs = _gather(rng_state(device_of(state["model"])))
+        size = sum(_gather(local_bytes(state)))
 
         def open_folder() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
         def finish() -> None:
-            head = {"extra": extra, "scheduler": scheduler.state_dict(), "groups": _hyperparameters(optimizer), "rng": rngs}
+            head = {
+                "extra": extra,
+                "scheduler": scheduler.state_dict(),
+                "groups": hyperparameters(optimizer),
+                "rng": rngs,
+            }
             buffer = io.BytesIO()
             torch.save(head, buffer)
             (temporary / _EXTRA).write_bytes(buffer.getbuffer())
@@ -151,9 +167,11 @@ class Checkpointer:
         scheduler.load_state_dict(head["scheduler"])
         world = dist.get_world_size() if dist.is_initialized() else 1
         if manifest["world_size"] == world:
-            _set_rng_state(head["rng"][dist.get_rank() if dist.is_initialized() else 0], _device(model))
+            set_rng_state(head["rng"][dist.get_rank() if dist.is_initialized() else 0], device_of(model))
         elif _main():
-            self._say(f"{path.name} was written by {manifest['world_size']} ranks, this run has {world}: random states start anew")
+            self._say(
+                f"{path.name} was written by {manifest['world_size']} ranks, this run has {world}: random states start anew"
+            )
         return head["extra"]
 
     def round_trip(self, module: Module, optimizer: Optimizer) -> RoundTrip:
@@ -161,19 +179,19 @@ class Checkpointer:
         start = time.perf_counter()
         state = {"model": trainable_state(module), "optimizer": optimizer_state(module, optimizer)}
         folder = self.directory / ".tmp_g10"
-        size = sum(_gather(_local_bytes(state)))
+        size = sum(_gather(local_bytes(state)))
         try:
             _on_main(lambda: (shutil.rmtree(folder, ignore_errors=True), folder.mkdir(parents=True)))
             _write(state, folder)
-            copies = _map_tensors(state, torch.zeros_like)
+            copies = map_tensors(state, torch.zeros_like)
             _read(copies, folder)
         except (OSError, RuntimeError, dcp.CheckpointException, RunError) as error:
             raise RunError(self._failure(folder, size, error)) from error
         finally:
             if _main():
                 shutil.rmtree(folder, ignore_errors=True)
-        written, back = dict(_tensors(state)), dict(_tensors(copies))
-        unequal = [name for name, tensor in written.items() if not torch.equal(_bits(tensor), _bits(back[name]))]
+        written, back = dict(tensors(state)), dict(tensors(copies))
+        unequal = [name for name, tensor in written.items() if not torch.equal(bits(tensor), bits(back[name]))]
         unequal = sorted(set(sum(_gather(unequal), [])))
         return RoundTrip(len(written), size, time.perf_counter() - start, unequal)
 
@@ -225,36 +243,11 @@ def load_trainable(path: Path, module: Module) -> None:
     _read({"model": state}, path)
 
 
-# ---- the state, by full parameter names
-
-
-def trainable_state(module: Module) -> dict[str, Tensor]:
-    """What training changes: parameters that need gradients, and all adapters, also frozen ones (a reference, an "old")."""
-    for part in module.modules():
-        if isinstance(part, torch.distributed.fsdp.FSDPModule):
-            part.reshard()  # after a forward its parameters may still be the gathered ones
-    return {
-        _clean(name): parameter.detach()
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad or ".lora_" in name
-    }
-
-
-def optimizer_state(module: Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors by parameter name; empty before the first update, and left so.
-
-    (DCP's own helper makes a first, zero step to fill an empty optimizer, which would shift AdamW's bias correction.)
-    """
-    trainable_state(module)
-    names = {parameter: _clean(name) for name, parameter in module.named_parameters()}
-    return {
-        names[parameter]: {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        for parameter, values in optimizer.state.items()
-    }
+# ---- reading into place
 
 
 def _load_optimizer(path: Path, module: Module, optimizer: Optimizer) -> None:
-    parameters = {_clean(name): parameter for name, parameter in module.named_parameters()}
+    parameters = {clean(name): parameter for name, parameter in module.named_parameters()}
     state: dict[str, dict[str, Tensor]] = {}
     for name, keys in _stored(path, "optimizer").items():
         parameter = parameters[name]
@@ -293,64 +286,6 @@ def _match(path: Path, state: dict[str, Tensor], kind: type[Exception]) -> None:
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise kind(f"{path} is of other trained parameters: {'; '.join(sorted(problems)[:3])}{more}")
-
-
-def _clean(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def _tensors(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
-    found = []
-    for key, value in tree.items():
-        found += _tensors(value, f"{prefix}{key}/") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return found
-
-
-def _map_tensors(tree: dict[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {k: _map_tensors(v, function) if isinstance(v, dict) else function(v) for k, v in tree.items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return _local(tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _local_bytes(tree: dict[str, Any]) -> int:
-    return sum(_local(tensor).nbytes for _, tensor in _tensors(tree))
-
-
-# ---- randomness
-
-
-def _device(state: dict[str, Tensor]) -> torch.device:
-    return next(iter(state.values())).device
-
-
-def _rng_state(device: torch.device) -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
-    }
-
-
-def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["device"] is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["device"], device)
-    version, inner, gauss = state["python"]
-    random.setstate((version, tuple(inner), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
 
 
 # ---- all ranks together

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from omnitrain import device as devices
-from omnitrain.algorithms.agreement import agreement
 from omnitrain.data.sample import Sample
 from omnitrain.errors import GateRefused, OmnitrainError
 from omnitrain.recipe.gates import GATES as INFO
@@ -148,7 +147,9 @@ class Gates:
 
     def _batches(self, samples: list[Sample], max_tokens: int | None = None) -> list[MicroBatch]:
         limit = max_tokens or self.context.recipe.train.max_tokens_per_device
-        return plan_updates(samples, updates=1, units=len, max_tokens=limit, ranks=self.ranks, key=("probe",))[0].batches
+        return plan_updates(samples, updates=1, units=len, max_tokens=limit, ranks=self.ranks, key=("probe",))[
+            0
+        ].batches
 
     # ---- the gates
 
@@ -176,9 +177,13 @@ class Gates:
                 "samples must change: the engine keeps stale weights"
             )
         if found["pearson"] < self.pearson_stop:
-            raise GateRefused(f"after a perturbing sync Pearson(engine, trainer) is {found['pearson']:.5f}, at least {self.pearson_stop} is needed")
+            raise GateRefused(
+                f"after a perturbing sync Pearson(engine, trainer) is {found['pearson']:.5f}, at least {self.pearson_stop} is needed"
+            )
         if after["pearson"] < self.pearson_stop:
-            raise GateRefused(f"after syncing the original weights again Pearson is {after['pearson']:.5f}, at least {self.pearson_stop} is needed")
+            raise GateRefused(
+                f"after syncing the original weights again Pearson is {after['pearson']:.5f}, at least {self.pearson_stop} is needed"
+            )
         return f"perturbed weights: moved {moved:.3g}, Pearson {found['pearson']:.6f}; restored: {after['pearson']:.6f}"
 
     @torch.no_grad()
@@ -236,7 +241,9 @@ class Gates:
         tolerance = max(self.ranks.gather(self.loop.log_ratio_tolerance))
         self.loop.log_ratio_tolerance = tolerance
         if largest > tolerance:
-            raise GateRefused(f"max |log ratio| of two passes over the same weights is {largest:.3g}, at most {tolerance:.3g} is allowed")
+            raise GateRefused(
+                f"max |log ratio| of two passes over the same weights is {largest:.3g}, at most {tolerance:.3g} is allowed"
+            )
         return f"max |log ratio| {largest:.3g}, allowed {tolerance:.3g}"
 
     @torch.no_grad()

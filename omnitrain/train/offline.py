@@ -11,9 +11,9 @@ from omnitrain import device as devices
 from omnitrain.data.sample import Row, Sample
 from omnitrain.errors import DataError
 from omnitrain.train.context import Clock, Context
+from omnitrain.train.health import update_metrics
 from omnitrain.train.objectives import SftObjective
 from omnitrain.train.optim import clipped_step
-from omnitrain.train.health import update_metrics
 from omnitrain.train.prompts import PromptSource
 from omnitrain.train.state import TrainState
 from omnitrain.train.updates import plan_updates, run_update
@@ -94,7 +94,9 @@ class OfflineLoop:
         elif row.answer is not None:
             text = self.recipe.algorithm.template.replace("{answer}", row.answer)
         else:
-            raise DataError(f"{source.rows.path}: row {row.id} has neither `chosen` nor `answer`; sft has nothing to imitate")
+            raise DataError(
+                f"{source.rows.path}: row {row.id} has neither `chosen` nor `answer`; sft has nothing to imitate"
+            )
         tokens = self.context.processing.response_ids(text)
         prompt_ids = source.encode(index).ids
         return Sample(index, group, 0, prompt_ids, tokens, [0.0] * len(tokens), "stop", text)

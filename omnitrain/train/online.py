@@ -118,7 +118,9 @@ class OnlineLoop:
         collected, norms = [], []
         with clock.phase("update"):
             for index, update in enumerate(updates):
-                stats = run_update(self.policy, self.objective, update, self.source.encode, temperature, self.ranks.world)
+                stats = run_update(
+                    self.policy, self.objective, update, self.source.encode, temperature, self.ranks.world
+                )
                 if index == 0:
                     self._check_first_ratio(step, stats)
                 norms.append(clipped_step(self.state.optimizer, self.state.scheduler, spec.grad_clip))
@@ -128,11 +130,15 @@ class OnlineLoop:
         values = update_metrics(updates, self.ranks.gather(collected), clock.seconds["update"])
         # Later updates have moved the weights: the first forward alone compares with the engine's weights.
         trained = collected[0].logprobs if trained is None else trained
-        return values | agreement_metrics(samples, self.ranks.gather(trained)) | {
-            "train/grad_norm": sum(norms) / len(norms),
-            "train/learning_rate": self.state.scheduler.get_last_lr()[0],
-            "train/updates": self.state.updates,
-        }
+        return (
+            values
+            | agreement_metrics(samples, self.ranks.gather(trained))
+            | {
+                "train/grad_norm": sum(norms) / len(norms),
+                "train/learning_rate": self.state.scheduler.get_last_lr()[0],
+                "train/updates": self.state.updates,
+            }
+        )
 
     def _check_first_ratio(self, step: int, stats: UpdateStats) -> None:
         """G5 in the loop: before a step's first optimizer update the current and the old policy are the same weights."""
@@ -149,7 +155,9 @@ class OnlineLoop:
     def validate(self) -> dict[str, float]:
         """Sync, sample the validation rows, score them, and put the engine to sleep."""
         spec, rollout = self.recipe.validate_, self.recipe.rollout
-        sampling = Sampling(1, spec.temperature or 0.0, spec.max_new_tokens or rollout.max_new_tokens, spec.top_p, spec.top_k)
+        sampling = Sampling(
+            1, spec.temperature or 0.0, spec.max_new_tokens or rollout.max_new_tokens, spec.top_p, spec.top_k
+        )
         self.rollouts.sync(Clock())
         samples = self.rollouts.sample(self.validation, self._validation_rows, ("validation",), sampling, Clock())
         self.rollouts.engine.sleep()

@@ -38,7 +38,9 @@ class PromptSource:
                 refused.append((index, str(error)))
         refused = [pair for share in self._ranks.gather(refused) for pair in share]
         if refused and self._overlong == "error":
-            raise DataError(f"{refused[0][1]}; {len(refused)} such rows here; raise data.max_prompt_tokens or drop them")
+            raise DataError(
+                f"{refused[0][1]}; {len(refused)} such rows here; raise data.max_prompt_tokens or drop them"
+            )
         self._refused.update(index for index, _ in refused)
         return [index for index in indices if index not in self._refused]
 

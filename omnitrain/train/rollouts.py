@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 from omnitrain.data.sample import Sample
 from omnitrain.errors import GateRefused
@@ -81,7 +81,12 @@ class Rollouts:
 
         self._queues += 1
         queue = PromptQueue(
-            ranks, len(rows), request, deterministic=context.recipe.deterministic, name=f"prompts-{self._queues}", stop=stop
+            ranks,
+            len(rows),
+            request,
+            deterministic=context.recipe.deterministic,
+            name=f"prompts-{self._queues}",
+            stop=stop,
         )
         mine: list[Sample] = []
         with clock.phase("rollout"):

@@ -25,7 +25,9 @@ def write_samples(folder: Path, rows: RowFile, samples: list[Sample], groups: in
         chosen = {"worst": scored[0], "best": scored[-1]} if len(scored) > 1 else {"only": scored[0]}
         for label, sample in chosen.items():
             lines.append(_describe(label, row, sample) | {"media": _media(folder, row)})
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    (folder / "samples.jsonl").write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8"
+    )
 
 
 def _describe(label: str, row: Row, sample: Sample) -> dict:

@@ -57,7 +57,9 @@ class Run:
         console = Console(quiet=not ranks.main)
         train_rows = RowFile(recipe.data.train)
         validation_rows = RowFile(recipe.data.validation) if recipe.data.validation else None
-        console.say(f"{recipe.name}: {len(train_rows)} rows, {ranks.world} ranks on {ranks.device.type}, {recipe.model.dtype}")
+        console.say(
+            f"{recipe.name}: {len(train_rows)} rows, {ranks.world} ranks on {ranks.device.type}, {recipe.model.dtype}"
+        )
         processing = Processing(
             recipe.model.path, system=recipe.data.system, max_prompt_tokens=recipe.data.max_prompt_tokens
         )

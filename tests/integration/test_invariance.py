@@ -13,7 +13,9 @@ WORKER = Path(__file__).parent / "workers" / "gradients.py"
 def gradients(model: Path, data: Path, out: Path, sharding: str) -> dict[str, torch.Tensor]:
     ranks = sharding.count(",") + 1
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
-    done = subprocess.run([*command, str(model), str(data), str(out), sharding], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, str(model), str(data), str(out), sharding], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out)
 

@@ -81,7 +81,6 @@ def metrics(run_dir: Path, *, timing: bool = False) -> list[dict]:
 def weights(run_dir: Path) -> dict:
     """The trained tensors of the newest checkpoint."""
     import torch
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
@@ -162,7 +161,9 @@ def test_more_ranks_train_the_same(reference, tmp_path, ranks):
 
 def running(recipe: Path, run_dir: Path) -> subprocess.Popen:
     """A run started in the background that has logged its first step."""
-    process = subprocess.Popen(command(recipe, run_dir), cwd=recipe.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command(recipe, run_dir), cwd=recipe.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
         file = run_dir / "metrics.jsonl"
@@ -189,7 +190,9 @@ def test_kill_9_leaves_nothing_running_and_the_run_goes_on_bitwise(reference, tm
     process = running(recipe, tmp_path / "run")
     needle = {"rank": "omnitrain.train.worker", "agent": "omnitrain.agent", "launcher": "omnitrain train"}[victim]
     time.sleep(random.Random(victim).uniform(0, 0.5))
-    targets = [line for line in alive(tmp_path / "run") if needle in line] if victim != "launcher" else [str(process.pid)]
+    targets = (
+        [line for line in alive(tmp_path / "run") if needle in line] if victim != "launcher" else [str(process.pid)]
+    )
     os.kill(int(targets[-1].split()[0]), signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode != 0

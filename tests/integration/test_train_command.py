@@ -69,7 +69,10 @@ def test_two_nodes_share_a_run_directory(rehearsed, tmp_path):
     recipe, run = rehearsed[0] / "recipe.toml", tmp_path / "run"
     rendezvous = ["--", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--rdzv-id", str(tmp_path)]
     node = [sys.executable, *OMNITRAIN, "train", recipe, "--run-dir", run, "--devices", "1", *rendezvous]
-    nodes = [subprocess.Popen(list(map(str, node)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in "ab"]
+    nodes = [
+        subprocess.Popen(list(map(str, node)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in "ab"
+    ]
     outs = [process.communicate(timeout=600)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [0, 0], outs
     assert sum("done: 2 steps" in out for out in outs) == 1

@@ -15,8 +15,10 @@ from omnitrain.rundir import RunDir, stop_requested
 def work(run: RunDir) -> int:
     rank = int(os.environ["RANK"])
     plan = (run.path / "plan").read_text().split()
-    # `env -i`: no mark, no variables; a session of its own: only adoption by the keeper can find it.
-    child = subprocess.Popen(["env", "-i", sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    # `env -i`: no variables of ours; a session of its own: only adoption by the keeper can find it.
+    child = subprocess.Popen(
+        ["env", "-i", sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
     print(f"hello from rank {rank}", flush=True)
     (run.path / f"pids_{rank}").write_text(f"{os.getpid()} {os.getppid()} {child.pid}")
     time.sleep(1.0)  # the test looks at the processes

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 from omnitrain.rollout import vllm_compat
@@ -42,8 +41,6 @@ def main(model: str, rows: str, out: str, tensor_parallel: int, kind: str) -> No
     prompts = [processing.encode(row) for row in (RowFile(rows)[i] for i in range(8))]
 
     def request(index: int) -> Request:
-        if kind == "slow" and ranks.rank == 0:
-            time.sleep(0.3)
         return Request(index, prompts[index], 1000 * index)
 
     def ask(name: str, n: int = 2, count: int = 8, **options):
@@ -84,7 +81,6 @@ def main(model: str, rows: str, out: str, tensor_parallel: int, kind: str) -> No
         "odd": len(odd),
         "gap": max(gaps),
         "scored": len(gaps),
-        "delta": engine.delta_norm() if kind == "trainer" else None,
         "expanded": all(s.prompt_ids == prompts[s.group].ids for s in shared),
         "sum": total.item() + still.item(),
         "multiprocessing": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"],

@@ -43,7 +43,9 @@ def main(model: str, data: str, out: str, sharding: str) -> None:
         mine.old = policy.logprobs(mine.inputs(encode), 0.9)[0]
         # Old log-probs that differ from the current ones, drawn per sample so that sharding does not matter.
         parts = mine.old.split([len(s.tokens) for s in mine.samples])
-        noise = [torch.randn(len(p), generator=torch.Generator().manual_seed(s.group)) for s, p in zip(mine.samples, parts)]
+        noise = [
+            torch.randn(len(p), generator=torch.Generator().manual_seed(s.group)) for s, p in zip(mine.samples, parts)
+        ]
         mine.old = torch.cat([p + 1e-3 * n for p, n in zip(parts, noise)])
     objective = GspoObjective(Gspo(kind="gspo", clip_low=0.2, clip_high=0.2, kl=0.1))
     run_update(policy, objective, Update(samples, len(samples), [mine]), encode, 0.9, ranks.world)

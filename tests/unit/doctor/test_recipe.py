@@ -1,9 +1,11 @@
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from omnitrain.doctor import recipe as checks
 from omnitrain.evaluation.agreement import write_prompts
+from omnitrain.launch import Accelerators
 from omnitrain.recipe.loader import load
 
 RECIPE = """
@@ -78,6 +80,22 @@ def test_rewards_import_or_say_what_is_missing(loaded, tmp_path, monkeypatch):
 def test_the_memory_line_is_the_plans_verdict(loaded):
     recipe = loaded.recipe.model_copy(update={"model": loaded.recipe.model.model_copy(update={"path": "Qwen/Qwen3-Omni-30B-A3B-Instruct"})})
     assert checks.memory(recipe, devices=1, memory_gib=8).status == "problem"
+
+
+def test_on_a_cpu_the_verdict_is_about_free_main_memory(loaded, monkeypatch):
+    monkeypatch.setattr("omnitrain.launch.visible_accelerators", lambda: Accelerators("cpu", 1))
+    recipe = loaded.recipe.model_copy(update={"model": loaded.recipe.model.model_copy(update={"path": "Qwen/Qwen3-Omni-30B-A3B-Instruct"})})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * 2**30))
+    assert checks.memory(recipe, None, None).status == "problem"
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2000 * 2**30))
+    found = checks.memory(recipe, None, None)
+    assert found.status == "ok" and "2000.0 GiB" in found.detail
+
+
+def test_a_model_of_unknown_size_has_no_verdict_and_that_is_a_warning(loaded):
+    recipe = loaded.recipe.model_copy(update={"model": loaded.recipe.model.model_copy(update={"path": "nobody/unknown"})})
+    found = checks.memory(recipe, devices=1, memory_gib=80)
+    assert (found.status, "not known" in found.detail) == ("warning", True)
 
 
 def test_every_part_of_the_recipe_has_its_check(loaded):

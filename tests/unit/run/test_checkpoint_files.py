@@ -36,7 +36,9 @@ def checkpointer(tmp_path):
     return Checkpointer(tmp_path / "checkpoints", keep_last=2, say=lambda line: None)
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "manifest cut short", "a file cut short", "a file gone", "not renamed"])
+@pytest.mark.parametrize(
+    "damage", ["no manifest", "manifest cut short", "a file cut short", "a file gone", "not renamed"]
+)
 def test_p5_a_half_written_or_damaged_checkpoint_is_skipped_and_said(tmp_path, damage):
     said = []
     checkpointer = Checkpointer(tmp_path, say=said.append)
@@ -151,7 +153,9 @@ def test_a_full_disk_names_the_free_space_and_leaves_the_earlier_checkpoint(tmp_
         net, optimizer, scheduler = parts(200)
         update(net, optimizer)
         with pytest.raises(RunError, match=r"no space .* it needs 0.5 MiB, 0.\d MiB are free .*step_1"):
-            checkpointer.save(2, net, optimizer, scheduler, {}) if action == "save" else checkpointer.round_trip(net, optimizer)
+            checkpointer.save(2, net, optimizer, scheduler, {}) if action == "save" else checkpointer.round_trip(
+                net, optimizer
+            )
         assert names(tmp_path) == ["step_1"]
         checkpointer.load(checkpointer.latest(), *small)
     finally:

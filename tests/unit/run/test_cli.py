@@ -49,7 +49,13 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, code",
-    [(["--version"], 0), (["train"], 2), (["trian"], 2), (["train", "--devices", "0", "r.toml"], 2), (["train", "no.toml"], 2)],
+    [
+        (["--version"], 0),
+        (["train"], 2),
+        (["trian"], 2),
+        (["train", "--devices", "0", "r.toml"], 2),
+        (["train", "no.toml"], 2),
+    ],
 )
 def test_exit_codes_of_the_command_line(arguments, code):
     assert omnitrain(*arguments).returncode == code

@@ -74,7 +74,11 @@ def test_an_error_a_user_can_act_on_is_its_message_alone(monkeypatch):
     [
         ([], None, ["--standalone"]),
         (["--log-dir", "x"], None, ["--standalone"]),
-        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv_id=7"], "--rdzv-endpoint a:1 --rdzv-id 7", ["--rdzv-backend", "c10d"]),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv_id=7"],
+            "--rdzv-endpoint a:1 --rdzv-id 7",
+            ["--rdzv-backend", "c10d"],
+        ),
         (["--nnodes=2", "--node-rank=1", "--master_addr", "b"], "--master-addr b", []),
     ],
 )
@@ -89,7 +93,9 @@ def test_accelerators_are_counted_as_the_ranks_will_see_them(monkeypatch, visibl
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch.visible_accelerators() == (launch.Accelerators("cuda", count) if count else launch.Accelerators("cpu", 1))
+    assert launch.visible_accelerators() == (
+        launch.Accelerators("cuda", count) if count else launch.Accelerators("cpu", 1)
+    )
 
 
 def test_l3_the_engine_stays_in_the_ranks_process_whatever_the_user_has_set(monkeypatch):

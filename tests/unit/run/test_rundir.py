@@ -82,7 +82,9 @@ def test_the_lock_of_a_killed_process_is_free(run, recipe):
     place = run()
     place.prepare(recipe())
     place.unlock()
-    code = f"from omnitrain.rundir import RunDir; import os; RunDir({str(place.path)!r}).lock(); os.kill(os.getpid(), 9)"
+    code = (
+        f"from omnitrain.rundir import RunDir; import os; RunDir({str(place.path)!r}).lock(); os.kill(os.getpid(), 9)"
+    )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert run().lock()
 
