@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
 
 from omnitrain.data.sample import Sample
 from omnitrain.errors import EngineStateError, RunError
-from omnitrain.rollout import vllm_compat
+from omnitrain.rollout import vllm_compat, vllm_weights
 from omnitrain.rollout.engine import Request, Sampling, State, StateMachine, SyncReport
 from omnitrain.rollout.queue import EngineGroup
 
@@ -197,9 +197,9 @@ class VllmOmniEngine(StateMachine):
         """
         self.require("load_weights", State.WEIGHTS, State.AWAKE)
         started = time.monotonic()
-        result = vllm_compat.reload(self._llm, named, self._known_names)
+        result = vllm_weights.reload(self._llm, named, self._known_names)
         if full:
-            missing = vllm_compat.parameter_names(self._llm) - result.loaded
+            missing = vllm_weights.parameter_names(self._llm) - result.loaded
             if missing:
                 self.weights_valid = False
                 raise RunError(
@@ -218,7 +218,7 @@ class VllmOmniEngine(StateMachine):
         a sync is the metric sync/delta_norm.
         """
         self.require("watch", State.WEIGHTS, State.AWAKE)
-        return vllm_compat.watch(self._llm, name)
+        return vllm_weights.watch(self._llm, name)
 
     def delta_norm(self) -> float:
         """Norm of what syncs have changed since the start, on the first layer's attention as the kernel has it."""
@@ -228,7 +228,7 @@ class VllmOmniEngine(StateMachine):
         return sum(float((now - then).norm() ** 2) for now, then in zip(self._watched(), self._initial)) ** 0.5
 
     def _watched(self) -> list["torch.Tensor"]:
-        return [vllm_compat.watch(self._llm, name) for name in _WATCHED]
+        return [vllm_weights.watch(self._llm, name) for name in _WATCHED]
 
     # -- states -------------------------------------------------------------------------------------------
 

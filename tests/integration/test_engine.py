@@ -12,7 +12,7 @@ from omnitrain.errors import EngineStateError, RunError
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
 from omnitrain.models.qwen3_omni.spec import Lora, Qwen3OmniModel
-from omnitrain.rollout import vllm_compat
+from omnitrain.rollout import vllm_compat, vllm_weights
 from omnitrain.rollout.engine import Request, Sampling, State
 from omnitrain.rollout.queue import EngineGroup, PromptQueue
 from omnitrain.rollout.trainer import TrainerEngine
@@ -384,7 +384,7 @@ def test_s2_sleeping_with_weights_demands_a_full_refill(engine, policy, prompts)
 
 
 def test_quirk_reloaded_experts_need_packing_on_cpu(engine, policy, prompts, monkeypatch):
-    monkeypatch.setattr(vllm_compat, "_repack_cpu_experts", lambda net: 0)
+    monkeypatch.setattr(vllm_weights, "_repack_cpu_experts", lambda net: 0)
     perturb(policy, everything=True, seed=3)
     engine.load_weights(policy.stream_weights(full=True), full=True)
     stale = gap(ask(engine, prompts), prompts, policy)
