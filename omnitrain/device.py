@@ -32,6 +32,8 @@ def current_device(local_rank: int = 0) -> torch.device:
     """The device of this process; makes it the current one."""
     if not available():
         return torch.device("cpu")
+    # Convolutions would compute float32 in TF32 by default: image features off by 1e-3.
+    torch.backends.cudnn.allow_tf32 = False
     torch.accelerator.set_device_index(local_rank % count())
     return torch.device(torch.accelerator.current_accelerator().type, local_rank % count())
 

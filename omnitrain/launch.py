@@ -67,11 +67,9 @@ def visible_accelerators() -> Accelerators:
 
 def environment(kind: str) -> dict[str, str]:
     """Variables that ranks need before they import torch or vllm; ours to set, never the user's."""
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's process; otherwise torchrun hangs
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
+    from omnitrain.rollout import vllm_compat
+
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | vllm_compat.environment()
     if kind == "cpu":
         variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return variables

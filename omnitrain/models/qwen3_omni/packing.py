@@ -19,6 +19,8 @@ class Packed:
     """(N,) positions whose next token is a response token."""
     labels: torch.Tensor
     """(N,) those response tokens, all sequences in order."""
+    sampled: torch.Tensor
+    """(1, T) True where a response token stands: a media token that was sampled there is an ordinary token."""
     last: torch.Tensor
     """(B,) position of each sequence's last token."""
 
@@ -32,7 +34,7 @@ def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: in
     An empty batch becomes one `filler` token without responses, so that its rank still takes
     part in the collectives of the forward and backward pass.
     """
-    ids, text, rotary, index, labels, last, start = [], [], [], [], [], [], 0
+    ids, text, rotary, index, labels, sampled, last, start = [], [], [], [], [], [], [], 0
     for prompt, response in batch:
         n, r = len(prompt.ids), len(response)
         ids.append(torch.tensor(prompt.ids + list(response)))
@@ -42,11 +44,12 @@ def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: in
         rotary.append(torch.cat([prompt.positions, answer.expand(3, -1)], 1))
         index.append(start + n - 1 + torch.arange(r))
         labels.append(torch.tensor(response, dtype=torch.long))
+        sampled.append(torch.arange(n + r) >= n)
         start += n + r
         last.append(start - 1)
     if not batch:
         ids, text, rotary = [torch.tensor([filler])], [torch.zeros(1).long()], [torch.zeros(3, 1).long()]
-        index, labels = [torch.zeros(0).long()], [torch.zeros(0).long()]
+        index, labels, sampled = [torch.zeros(0).long()], [torch.zeros(0).long()], [torch.ones(1).bool()]
     positions = torch.cat([torch.cat(text)[None], torch.cat(rotary, 1)])
     inputs = {"input_ids": torch.cat(ids)[None], "position_ids": positions[:, None], **_media([p for p, _ in batch])}
     move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
@@ -54,6 +57,7 @@ def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: in
         {name: move(tensor) for name, tensor in inputs.items()},
         move(torch.cat(index)),
         move(torch.cat(labels)),
+        move(torch.cat(sampled)[None]),
         move(torch.tensor(last, dtype=torch.long)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ class ThinkerPolicy:
             _shard(self._thinker, mesh, self.dtype)
         self._load(checkpoint, seed)
         audio.attach(self._thinker)
+        _attach_placeholders(self._thinker)
         self.module.train()
 
         # By transformers' name, as sharded: a module's own parameters are swapped for whole ones while it runs.
@@ -112,8 +114,12 @@ class ThinkerPolicy:
     def _ask(self, packed: Packed, question: Question):
         for tower in TOWERS:
             getattr(self._thinker, tower).eval()
-        with self._thinker.lm_head.asked(question):
-            answer = self.module(**packed.inputs, use_cache=False).logits
+        self._thinker.sampled_positions = packed.sampled
+        try:
+            with self._thinker.lm_head.asked(question):
+                answer = self.module(**packed.inputs, use_cache=False).logits
+        finally:
+            self._thinker.sampled_positions = None
         if not torch.is_grad_enabled() and isinstance(self._thinker, FSDPModule):
             # Without a backward pass the root would stay whole, and stale after the next optimizer step.
             self._thinker.reshard()
@@ -199,6 +205,23 @@ def _build(config, model: Qwen3OmniModel, device: torch.device):
         thinker.lm_head = LogprobHead(text.hidden_size, text.vocab_size, bias=False)
     thinker.set_experts_implementation(devices.experts_implementation(device))
     return thinker
+
+
+def _attach_placeholders(thinker) -> None:
+    """Look for media placeholders in prompts only.
+
+    transformers (5.14, 5.17) takes every media token in the row for a placeholder, also one that the policy sampled, and
+    then fails for want of features. The engine reads such a token as the ordinary token it is.
+    """
+    original = thinker.get_placeholder_mask
+
+    def get_placeholder_mask(self, input_ids, *args, **kwargs):
+        if self.sampled_positions is not None:
+            input_ids = input_ids.masked_fill(self.sampled_positions, 0)
+        return original(input_ids, *args, **kwargs)
+
+    thinker.sampled_positions = None
+    thinker.get_placeholder_mask = MethodType(get_placeholder_mask, thinker)
 
 
 def _set_trainable(thinker, dtype: torch.dtype, *, full: bool) -> None:

@@ -63,10 +63,9 @@ def main(model: str, rows: str, out: str, tensor_parallel: int, kind: str) -> No
     # Every rank scores the same samples: the sharded forward is collective.
     gaps = []
     for group, _, tokens, logprobs, _ in sorted(item for share in everyone for item in share):
-        if max(tokens) < 2048:  # no special token that a random model may have said
-            with torch.no_grad():
-                logp, _ = policy.logprobs([(prompts[group], tokens)], TEMPERATURE)
-            gaps.append((logp - torch.tensor(logprobs)).abs().max().item())
+        with torch.no_grad():
+            logp, _ = policy.logprobs([(prompts[group], tokens)], TEMPERATURE)
+        gaps.append((logp - torch.tensor(logprobs)).abs().max().item())
     total = torch.ones(1) * (ranks.rank + 1)
     dist.all_reduce(total)
     engine.close()

@@ -42,6 +42,17 @@ def test_what_is_packed_beside_a_sequence_does_not_change_it(lora_policy, batch)
 
 
 @torch.no_grad()
+def test_a_sampled_media_token_is_an_ordinary_token(lora_policy, batch):
+    config = lora_policy._thinker.config
+    said = [5, config.image_token_id, config.audio_token_id, config.vision_start_token_id, 7]
+    logp, _ = lora_policy.logprobs([(prompt, said) for prompt, _ in batch])
+    assert logp.shape == (len(said) * len(batch),) and logp.isfinite().all()
+    # The tokens before the media tokens see nothing of them.
+    first, _ = lora_policy.logprobs([(prompt, said[:2]) for prompt, _ in batch])
+    torch.testing.assert_close(logp.view(len(batch), -1)[:, :2], first.view(len(batch), -1), atol=5e-6, rtol=0)
+
+
+@torch.no_grad()
 def test_next_logits_are_those_after_the_last_token(make_policy, batch, thinker):
     logits = make_policy().next_logits(batch)
     assert logits.dtype == torch.float32 and logits.shape[0] == len(batch)

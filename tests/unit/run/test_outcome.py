@@ -102,4 +102,3 @@ def test_l3_the_engine_stays_in_the_ranks_process_whatever_the_user_has_set(monk
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     assert launch.environment("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert launch.environment("cpu")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert "TORCHDYNAMO_DISABLE" not in launch.environment("cuda")
