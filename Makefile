@@ -1,6 +1,6 @@
 # make install | quickstart | test | test-all | lint. Each installs first, and skips what is already there.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint clean
+.PHONY: help install quickstart controls test test-all lint clean
 
 PYTHON ?= python3
 # EXTRA=cpu or EXTRA=cuda chooses the vLLM wheel; by default by whether this machine has an NVIDIA driver.
@@ -34,6 +34,13 @@ quickstart: install ## Train a tiny Qwen3-Omni Thinker: SFT warm-up, then GSPO (
 	$(BIN)/omnitrain train recipes/tiny/sft_warmup.toml
 	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml
 	@echo "metrics, samples, checkpoints and plots are in runs/tiny-gspo-quickstart"
+
+controls: quickstart ## The quickstart beside two runs that must stay flat: zero learning rate, shuffled rewards
+	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml --set name=tiny-gspo-zero-lr --set train.learning_rate=0.0
+	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml --set name=tiny-gspo-shuffled --set \
+	  'rewards=[{kind="choice",weight=0.0},{kind="python",function="omnitrain.rewards.controls:shuffled_choice"}]'
+	$(BIN)/python -m omnitrain.report.curves val/avqa/reward runs/tiny-gspo-quickstart runs/tiny-gspo-zero-lr
+	$(BIN)/python -m omnitrain.report.curves val/avqa/accuracy runs/tiny-gspo-quickstart runs/tiny-gspo-zero-lr runs/tiny-gspo-shuffled
 
 test: install ## The fast tests (within 20 minutes)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' tests

@@ -31,7 +31,8 @@ GATES: dict[str, Gate] = {
     ),
     "g2": Gate(
         "sleep and wake leave the output unchanged",
-        "Greedy output for fixed prompts (with media) before a sleep, and after waking and syncing.",
+        "Greedy answers to fixed prompts (with media) before a sleep, and after waking and syncing: their tokens, and mean "
+        "|difference of log-probs| of each modality (1e-3 in float32, 0.1 in bfloat16).",
         (
             "a level-2 sleep dropped weights or buffers that the refill does not cover, the towers for instance",
             "the KV cache was woken before the weights were synced",
@@ -69,11 +70,12 @@ GATES: dict[str, Gate] = {
     ),
     "g6": Gate(
         "engine and trainer agree on log-probs",
-        "Pearson of token probabilities and mean |difference of log-probs|, for each modality in the data. It stops "
-        "below 0.99 and warns below 0.995.",
+        "Pearson of token probabilities and mean |difference of log-probs|, for each modality in the data. In bfloat16 it "
+        "stops below 0.99 or above 0.1 and warns below 0.995; in float32 it stops below 0.9999 or above 1e-3.",
         (
             "positions of media tokens differ between the engine and the trainer",
             "the audio or vision tower attends differently on one side",
+            "the temperature is applied on one side only",
             "router flips of a mixture of experts in bfloat16",
             "the engine has stale weights (see g1)",
         ),
@@ -98,17 +100,18 @@ GATES: dict[str, Gate] = {
     ),
     "g9": Gate(
         "each reward returns finite values",
-        "Every reward on a canary group: one finite number for each sample, within rewards[].timeout.",
+        "Every reward on one answer to a few rows of each modality: one finite number each, within rewards[].timeout. A "
+        "reward whose on_failure tolerates failures must work for one of them.",
         (
             "the reward raises, or returns None or NaN, on the data's own format",
             "the label is not in the form that the reward reads",
             "the reward is slower than its timeout",
         ),
-        "The message has the sample and the traceback. See rewards[].on_failure for failures you want to tolerate.",
+        "The message names the row and the error. See rewards[].on_failure for failures you want to tolerate.",
     ),
     "g10": Gate(
         "a checkpoint round-trips",
-        "The real sharded state, written and read again, bitwise.",
+        "The real sharded state, written and read again: every trained weight is in it, and bitwise the same.",
         (
             "the disk is full or read-only",
             "a parameter is missing from the saved state",

@@ -156,7 +156,7 @@ def _config(ids: dict[str, int], vocabulary: int, dtype: str):
     text = dict(
         vocab_size=(vocabulary + 63) // 64 * 64, hidden_size=width, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=4,
-        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=4096, tie_word_embeddings=False,
+        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=65536, tie_word_embeddings=False,
         rope_parameters=dict(
             rope_type="default", rope_theta=1e6, mrope_section=[8, 4, 4], mrope_interleaved=True, interleaved=True
         ),
