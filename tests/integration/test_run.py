@@ -40,18 +40,18 @@ function = "vowels:score"
 [train]
 prompts_per_step = 4
 prompts_per_update = 2
-max_tokens_per_device = 512
+max_tokens_per_device = 640
 learning_rate = 1e-3
 max_steps = {steps}
 
 [checkpoint]
-every = 1
+every = 2
 """
 LORA = "lora = { rank = 4, alpha = 8 }"
 VOWELS = "def score(response, row):\n    return sum(c in 'aeiou' for c in response) / 10 + len(response) / 100\n"
 
 
-def write_recipe(folder: Path, model: Path, train: Path, *, steps: int = 3, lora: str = LORA) -> Path:
+def write_recipe(folder: Path, model: Path, train: Path, *, steps: int = 12, lora: str = LORA) -> Path:
     (folder / "vowels.py").write_text(VOWELS)
     path = folder / "recipe.toml"
     path.write_text(RECIPE.format(model=model, train=train, steps=steps, lora=lora))
@@ -105,7 +105,7 @@ def alive(run_dir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, tiny_model, mixed_rows):
-    """An uninterrupted run of 3 steps on one rank."""
+    """An uninterrupted run of 12 steps on one rank."""
     folder = tmp_path_factory.mktemp("reference")
     recipe = write_recipe(folder, tiny_model, mixed_rows)
     output = train(recipe, folder / "run")
@@ -115,13 +115,13 @@ def reference(tmp_path_factory, tiny_model, mixed_rows):
 def test_a_run_leaves_what_the_docs_promise(reference):
     run_dir, _, _ = reference
     lines = metrics(run_dir, timing=True)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == list(range(13))
     assert all(line["rollout/engine"] == "vllm_omni" for line in lines)
     assert all(line["rollout/pearson"] >= 0.9999 and line["rollout/logp_diff_max"] <= 1e-4 for line in lines[1:])
     assert all(line["train/grad_norm"] > 0 for line in lines[1:])
     assert lines[1]["sync/delta_norm"] == 0 and lines[2]["sync/delta_norm"] > 0  # test_w3: weights do arrive
     assert (run_dir / "samples" / "step_1" / "samples.jsonl").stat().st_size > 0
-    assert (run_dir / "checkpoints" / "step_3" / "manifest.json").exists()
+    assert (run_dir / "checkpoints" / "step_12" / "manifest.json").exists()
     assert list((run_dir / "plots").glob("*.png"))
 
 
@@ -153,7 +153,8 @@ def test_more_ranks_train_the_same(reference, tmp_path, ranks):
     run_dir, recipe, _ = reference
     extra = ["--set", "rollout.tensor_parallel=2"] if "parallel" in ranks else []
     train(recipe, tmp_path / "run", "--devices", "2", *extra)
-    for ours, theirs in zip(metrics(tmp_path / "run")[1:], metrics(run_dir)[1:]):
+    assert all(verdict["ok"] for verdict in json.loads((tmp_path / "run" / "gates.json").read_text()))
+    for ours, theirs in zip(metrics(tmp_path / "run")[1:4], metrics(run_dir)[1:4]):
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
         assert ours["train/reward_mean"] == pytest.approx(theirs["train/reward_mean"], rel=1e-4)
         assert ours["rollout/pearson"] >= 0.9999 and ours["rollout/logp_diff_max"] <= 1e-4
@@ -189,7 +190,7 @@ def test_kill_9_leaves_nothing_running_and_the_run_goes_on_bitwise(reference, tm
     run_dir, recipe, _ = reference
     process = running(recipe, tmp_path / "run")
     needle = {"rank": "omnitrain.train.worker", "agent": "omnitrain.agent", "launcher": "omnitrain train"}[victim]
-    time.sleep(random.Random(victim).uniform(0, 0.5))
+    time.sleep(random.uniform(0, 5))
     targets = (
         [line for line in alive(tmp_path / "run") if needle in line] if victim != "launcher" else [str(process.pid)]
     )
