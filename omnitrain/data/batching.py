@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from omnitrain.errors import RunError
 
 
-def balanced(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+def balanced(
+    lengths: list[int], max_tokens: int, ranks: int, name: Callable[[int], str] = "sample {}".format
+) -> list[list[list[int]]]:
     """Pack items into micro-batches of at most `max_tokens`, the same number of them on every rank.
 
     Returns, per rank, a list of micro-batches; a micro-batch is a sorted list of indices into
@@ -19,7 +22,7 @@ def balanced(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[
     Longest items first into the emptiest bin; bins are added, one per rank, until all fit. The same
     lengths give the same batches.
 
-    Raises RunError when a single item is longer than `max_tokens`.
+    Raises RunError when a single item is longer than `max_tokens`, calling it `name(index)`.
     """
     if max_tokens < 1 or ranks < 1:
         raise ValueError(f"max_tokens = {max_tokens}, ranks = {ranks}: both must be at least 1")
@@ -28,7 +31,7 @@ def balanced(lengths: list[int], max_tokens: int, ranks: int) -> list[list[list[
             raise ValueError(f"item {index} has {length} tokens")
         if length > max_tokens:
             raise RunError(
-                f"sample {index} has {length} tokens (prompt and response), more than train.max_tokens_per_device = "
+                f"{name(index)} has {length} tokens (prompt and response), more than train.max_tokens_per_device = "
                 f"{max_tokens}; set train.max_tokens_per_device to {length} or more, or lower data.max_prompt_tokens "
                 "or rollout.max_new_tokens"
             )

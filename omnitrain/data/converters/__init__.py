@@ -19,11 +19,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -220,15 +220,37 @@ def _inspect_all(wanted: list[tuple[Path, str]], workers: int) -> Iterable[Any]:
 
     if workers <= 1 or len(wanted) <= 1:
         return [inspect(*item) for item in wanted]
-    # Spawned, so that a decoder that crashes takes one worker with it, and this process reports it.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    # A process per share and a file per answer: a decoder that crashes ends one process, and nothing waits for it.
+    workers = min(workers, len(wanted))
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / str(number) for number in range(workers)]
+        shares = [wanted[number::workers] for number in range(workers)]
+        processes = [context.Process(target=_inspect_share, args=pair) for pair in zip(shares, answers)]
         try:
-            return list(pool.map(inspect, *zip(*wanted, strict=True), chunksize=16))
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a worker process died while opening media files (a crashing decoder, or out of memory); "
-                "run again with --workers 1 to see on which file"
-            ) from error
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+            if all(process.exitcode == 0 for process in processes):
+                found = [pickle.loads(answer.read_bytes()) for answer in answers]
+                return [found[index % workers][index // workers] for index in range(len(wanted))]
+        except BrokenPipeError:  # it died while it was being started
+            pass
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+    raise DataError(
+        "a worker process died while opening media files (a crashing decoder, or out of memory); "
+        "run again with --workers 1 to see on which file"
+    )
+
+
+def _inspect_share(share: list[tuple[Path, str]], answer: Path) -> None:
+    from omnitrain.data.media import inspect
+
+    answer.write_bytes(pickle.dumps([inspect(*item) for item in share]))
 
 
 def _other_rates(parsed: _Parsed) -> list[str]:
