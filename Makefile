@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 QUICK := runs/quickstart
 # A uv on the path is used; otherwise the environment gets its own.
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
+# Two files at a time: each test of a file shares its models and engines.
+PYTEST ?= -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 help: ## Show the targets
@@ -43,10 +45,10 @@ controls: quickstart ## The quickstart beside two runs that must stay flat: zero
 	$(BIN)/python -m omnitrain.report.curves val/avqa/accuracy runs/tiny-gspo-quickstart runs/tiny-gspo-zero-lr runs/tiny-gspo-shuffled
 
 test: install ## The fast tests (within 20 minutes)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' tests
+	$(BIN)/python -m pytest $(PYTEST) -m 'not slow and not gpu' tests
 
 test-all: install ## Every test this machine can run (within 90 minutes)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest $(PYTEST) tests
 
 lint: install ## ruff
 	$(BIN)/ruff check omnitrain tests

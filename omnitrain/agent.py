@@ -36,7 +36,10 @@ def main(logs: Path, arguments: list[str]) -> int:
             {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
             for rank, failure in error.failures.items()
         ]
-        (logs / "failures.json").write_text(json.dumps(failures))
+        try:
+            (logs / "failures.json").write_text(json.dumps(failures))
+        except OSError as unwritten:  # a full disk may be why a rank ended; the launcher does without
+            print(f"{logs}: {unwritten}", file=sys.stderr)
         return 1
     return 0
 

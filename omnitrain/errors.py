@@ -6,6 +6,30 @@ traceback; every other exception is a bug and keeps its traceback.
 """
 
 
+import errno
+
+_ENVIRONMENT = {
+    errno.ENOSPC: "no space left; make room there",
+    errno.EDQUOT: "the disk quota is used up; make room there",
+    errno.EROFS: "the file system is read-only; choose another place",
+    errno.EACCES: "permission denied; choose another place or change its permissions",
+    errno.EPERM: "not permitted; choose another place or change its permissions",
+}
+
+
+def environment_fault(error: BaseException) -> str | None:
+    """One line for an error of the machine that only the user can mend (a full disk, a missing right), else None.
+
+    It is found also as the cause of another error.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in _ENVIRONMENT:
+            return f"{seen.filename or 'cannot write'}: {_ENVIRONMENT[seen.errno]}"
+        seen = seen.__cause__
+    return None
+
+
 class OmnitrainError(Exception):
     """Base of all errors that are reported without a traceback."""
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnitrain import keeper
-from omnitrain.errors import Interrupted, OmnitrainError
-from omnitrain.rundir import RunDir, read_exit, request_stop, write_exit
+from omnitrain.errors import Interrupted, OmnitrainError, environment_fault
+from omnitrain.rundir import RunDir, read_exit, request_stop, write_atomic, write_exit
 
 LAUNCHED = "OMNITRAIN_LAUNCHED"
 AGENT = "OMNITRAIN_AGENT_PID"
@@ -213,7 +213,10 @@ def _first_failure(run: RunDir, start: float) -> tuple[int, str] | None:
             errors[int(rank)] = (float(when), int(code), text.strip())
     ended = []
     if (run.logs / "failures.json").exists():
-        ended = sorted(json.loads((run.logs / "failures.json").read_text()), key=lambda failure: failure["time"])
+        try:
+            ended = sorted(json.loads((run.logs / "failures.json").read_text()), key=lambda failure: failure["time"])
+        except ValueError:  # cut short by a full disk
+            ended = []
     # A killed rank cannot write; what the others then write is only that it is gone.
     for failure in ended:
         if -failure["exitcode"] in _DEADLY and failure["rank"] not in errors:
@@ -269,11 +272,8 @@ def run_rank(run: RunDir, body: Callable[[RunDir], int | None]) -> int:
         if isinstance(error, Interrupted):
             _flush()
         else:
-            head = f"{rank} {time.time()} {code}"
-            (run.logs / f"rank_{rank}.error").write_text(f"{head}\n{message}\n")
             traceback.print_exc() if rank else None  # rank 0's appears once, last on the screen
-            if rank == 0:
-                write_exit(run, code, message)
+            _leave_error(run, rank, code, message)
             _flush()
             os._exit(code)
     else:
@@ -282,6 +282,16 @@ def run_rank(run: RunDir, body: Callable[[RunDir], int | None]) -> int:
         write_exit(run, code, message)
     # To torchrun any status but 0 is a failure, for which it kills the other ranks.
     return 0 if code == Interrupted.exit_code else code
+
+
+def _leave_error(run: RunDir, rank: int, code: int, message: str) -> None:
+    """Write how this rank ended where the launcher looks for it."""
+    try:
+        write_atomic(run.logs / f"rank_{rank}.error", f"{rank} {time.time()} {code}\n{message}\n")
+        if rank == 0:
+            write_exit(run, code, message)
+    except OSError as error:  # a full disk may be why it ended
+        print(f"rank {rank}: {message}\n({error}; so this could not be kept in {run.logs})", file=sys.stderr)
 
 
 def describe(error: BaseException) -> tuple[int, str]:
@@ -294,6 +304,8 @@ def describe(error: BaseException) -> tuple[int, str]:
             return error.exit_code, "".join(traceback.format_exception(error))
         return error.exit_code, str(error)
     code = Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else 1
+    if (fault := environment_fault(error)) and not os.environ.get(TRACEBACK):
+        return code, fault
     return code, "".join(traceback.format_exception(error))
 
 

@@ -22,11 +22,15 @@ MANIFEST = "manifest.json"
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file's content whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's error names no file
 
 
 @dataclass
@@ -140,7 +144,10 @@ class RunDir:
 
         text = dump(recipe)
         self._check_place()
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be made: {error.strerror}; choose another --run-dir") from error
         if not self.lock(token):
             self.wait_prepared(token)
             return Prepared(resumed=True)
@@ -215,7 +222,7 @@ class RunDir:
             ) from error
         changes = diff(before, recipe)
         refused = [change for change in changes if change.kind == "mathematics"]
-        if refused and not allow_change:
+        if refused and not allow_change and self._has_progress():
             lines = [f"  {change.path}: {change.old!r} -> {change.new!r}" for change in refused]
             raise UsageError(
                 f"{self.path} holds a run of another recipe:\n" + "\n".join(lines) + "\n"
@@ -231,6 +238,11 @@ class RunDir:
         shutil.copyfile(self.recipe_file, kept)
         write_atomic(self.recipe_file, text)
         return [f"changed: {change.path} = {change.new!r} (was {change.old!r})" for change in changes]
+
+    def _has_progress(self) -> bool:
+        """Whether there is anything of the old recipe to protect: a run that failed before its first step has nothing."""
+        has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return has_metrics or latest_checkpoint(self.checkpoints)[0] is not None
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
@@ -346,7 +358,7 @@ def request_stop(run: RunDir, when: str) -> None:
 
 
 def stop_requested(run: RunDir) -> str | None:
-    """None, "step" or "update". Read by rank 0, which tells the others."""
+    """None, "step" or "update", as this process sees it now; ranks compare what they saw."""
     try:
         return run.stop_file.read_text().strip()
     except FileNotFoundError:

@@ -9,7 +9,7 @@ import typer
 
 from omnitrain import __version__
 from omnitrain.cli import bench, doctor, explain, plan, prepare, recipes, rehearse, schema, train
-from omnitrain.errors import OmnitrainError
+from omnitrain.errors import OmnitrainError, environment_fault
 from omnitrain.launch import TRACEBACK
 
 app = typer.Typer(
@@ -54,7 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exc()
         _print_error(f"error: {error}")
         sys.exit(error.exit_code)
-    except Exception:
+    except Exception as error:
+        if (fault := environment_fault(error)) and not os.environ.get(TRACEBACK):
+            _print_error(f"error: {fault}")
+            sys.exit(1)
         traceback.print_exc()
         _print_error("This is a bug in omnitrain, or a case it does not know; please report it with the lines above.")
         sys.exit(1)

@@ -168,6 +168,13 @@ class RowFile:
                 self._ids = self._read(lambda: self._file.read(["id"])).column("id").to_pylist()
         return self._ids
 
+    def first_without(self, *columns: str) -> str | None:
+        """Id of the first row in which all of these columns are empty; None if there is none. Reads no media."""
+        with self._lock:
+            table = self._read(lambda: self._file.read(["id", *columns]))
+        found = (row for row in table.to_pylist() if all(row[name] is None for name in columns))
+        return next(found, {}).get("id")
+
     def _group(self, group: int) -> pa.Table:
         if group not in self._cache:
             self._cache[group] = self._read(lambda: self._file.read_row_group(group))

@@ -105,6 +105,7 @@ def make_plan(recipe: Recipe, devices: int, memory_gib: float | None = None) -> 
     sizes = FAMILIES[recipe.model.family].sizes(recipe.model.path)
     _check_parallel(recipe, devices, sizes)
     _check_targets(recipe, sizes)
+    _check_length(recipe, sizes)
     rows = count_rows(recipe.data.train) if recipe.data.train.is_file() else None
     batch = _batch(recipe, devices, rows)
     plan = Plan(devices, memory_gib, batch, sizes, (), None, None, None, None, None, None, ())
@@ -142,6 +143,24 @@ def _check_targets(recipe: Recipe, sizes: Sizes | None) -> None:
             f"model.lora.targets = {json.dumps(recipe.model.lora.targets)} "
             + (f"matches no module: {', '.join(unknown)}" if unknown else "is empty")
             + f"; the text decoder has {', '.join(sizes.projections)}, and the named sets are {sets}"
+        )
+
+
+def _check_length(recipe: Recipe, sizes: Sizes | None) -> None:
+    """Positions the model was not made for have no meaning, and the engine refuses them."""
+    if sizes is None:
+        return
+    prompt, longest = recipe.data.max_prompt_tokens, sizes.max_positions
+    wanted = [("", 0)]
+    if recipe.rollout is not None:
+        wanted += [(" + rollout.max_new_tokens", recipe.rollout.max_new_tokens)]
+        wanted += [(" + validate.max_new_tokens", recipe.validate_.max_new_tokens or 0)]
+    name, new = max(wanted, key=lambda pair: pair[1])
+    if prompt + new > longest:
+        values = f"{prompt} + {new} = {prompt + new}" if new else f"{prompt}"
+        raise RecipeError(
+            f"data.max_prompt_tokens{name} = {values} is more than the model's {longest} positions "
+            f"(max_position_embeddings, {sizes.source}); lower {'one of them' if new else 'it'}"
         )
 
 

@@ -1,9 +1,10 @@
 """The recipe: one pydantic model per TOML table. Imports no torch."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from omnitrain.models.qwen3_omni.spec import Qwen3OmniModel
 from omnitrain.recipe.base import Section
@@ -143,6 +144,18 @@ class _Reward(Section):
     on_failure: str = Field("fail", pattern=r"^(fail|skip|value:[-+0-9.eE]+)$")
     """"fail" stops the run, "skip" leaves the sample out, "value:x" uses x instead."""
 
+    @field_validator("on_failure")
+    @classmethod
+    def _number(cls, value: str) -> str:
+        text = value.partition(":")[2]
+        try:
+            finite = not text or math.isfinite(float(text))
+        except ValueError:
+            finite = False
+        if not finite:
+            raise ValueError(f'on_failure = "{value}" needs a finite number after "value:"')
+        return value
+
 
 class ChoiceReward(_Reward):
     """1 if the single <answer>X</answer> of the response is the label, else 0."""
@@ -214,6 +227,8 @@ class Train(Section):
     def _counts(self):
         if self.max_steps is None and self.epochs is None:
             raise ValueError("train.max_steps and train.epochs are both missing; set one")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas = {list(self.betas)}: each must be at least 0 and below 1")
         n, m = self.prompts_per_step, self.prompts_per_update
         if m and n % m:
             low, high = m * max(1, n // m), m * (n // m + 1)
@@ -312,7 +327,7 @@ class Recipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the run directory, runs/<name>."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Every random choice follows from it."""
 
     deterministic: bool = False

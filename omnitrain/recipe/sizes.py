@@ -21,6 +21,8 @@ class Sizes:
     experts_per_token: int
     intermediate: int
     """Width of one expert."""
+    max_positions: int
+    """Longest sequence, prompt and response together."""
     tied: bool
     """The output head is the embedding."""
     towers: int

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -232,7 +233,8 @@ class Pool:
     def _load_error(self, index: int, line: str, traceback: str) -> UsageError:
         kind, function = self.rewards[index]
         field = f'rewards[{index}].function = "{function}"' if function else f'rewards[{index}].kind = "{kind}"'
-        hint = "" if line.startswith("ImportError: no module") else f"\n{traceback.rstrip()}"
+        ours = re.match(r"ImportError: (no module named|.* has no )|TypeError: .* not a function$", line)
+        hint = "" if ours else f"\n{traceback.rstrip()}"
         return UsageError(f"{field} cannot be loaded: {line}{hint}")
 
     def _late(self, worker: _Worker) -> None:

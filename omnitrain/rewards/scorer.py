@@ -121,6 +121,14 @@ class Scorer:
             check_skipped(len(skipped), len(scored), max_skipped, example=skipped[0].failed if skipped else {})
         return scored
 
+    def check(self) -> None:
+        """Raise now what `collect` would raise first, be it a reward that cannot be loaded: it need not wait for
+        the rollout's end."""
+        if self._pool.fatal:
+            raise self._pool.fatal
+        if self._failures:
+            self._wait(None, stop_early=True)
+
     def stats(self) -> dict[str, dict[str, Any]]:
         """By reward name, for the last `collect`: `p50`, `p95` and `max` seconds, `slowest` (a sample's id),
         `count`, and `failed`."""

@@ -10,16 +10,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Iterator
 
-from omnitrain.errors import ModelError, RunError
+from omnitrain.errors import ModelError, RunError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
 _ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
 _OMNI_MODULE = "vllm_omni."
+_RECIPE_NAMES = {
+    "max_model_len": "(data.max_prompt_tokens + rollout.max_new_tokens)",
+    "max_num_seqs": "rollout.max_concurrent",
+    "max_num_batched_tokens": "rollout.max_batched_tokens",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+}
 
 
 def versions() -> dict[str, str]:
@@ -88,7 +96,8 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
     """An in-process `vllm.LLM` of vLLM-Omni's model class.
 
     `sleep` asks for a pool that can be unmapped, `media` limits the items per prompt. Raises ModelError when
-    the checkpoint cannot be served, or is served by another class than vLLM-Omni's.
+    the checkpoint cannot be served, or is served by another class than vLLM-Omni's, and UsageError for settings
+    that vLLM refuses, or cannot have on this device.
     """
     prepare_environment()
     from vllm import LLM
@@ -108,7 +117,7 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
             if not current_platform.is_sleep_mode_available():
                 raise RunError('rollout.sleep: vLLM cannot sleep on this device; set rollout.sleep = "off"')
             options["enable_sleep_mode"] = True
-    with _undo_side_effects():
+    with _undo_side_effects(), _settings_in_recipe_terms():
         _register_thinker()
         llm = LLM(
             model=path,
@@ -127,6 +136,19 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
             f"minor version as vllm (found {versions()}) and leave VLLM_PLUGINS unset"
         )
     return llm
+
+
+@contextlib.contextmanager
+def _settings_in_recipe_terms() -> Iterator[None]:
+    """vLLM's refusal of a setting (a ValueError; pydantic's are its children) as a UsageError with the recipe's names."""
+    try:
+        yield
+    except ValueError as error:
+        listed = getattr(error, "errors", lambda: [])()
+        text = "; ".join(one["msg"] for one in listed) or str(error)
+        for theirs, ours in _RECIPE_NAMES.items():
+            text = re.sub(rf"\b{theirs}\b", ours, text)
+        raise UsageError(f"vLLM cannot start with these settings: {text}") from error
 
 
 def _register_thinker() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -114,7 +115,7 @@ class Checkpointer:
                 "step": step,
                 "world_size": len(rngs),
                 "files": files,
-                "metrics": {name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float))},
+                "metrics": {name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)},
                 "versions": {
                     "omnitrain": omnitrain.__version__,
                     "torch": torch.__version__,

@@ -47,8 +47,12 @@ class Context:
             self.console.step(values)
 
     def stop(self) -> str | None:
-        """What the user asked for: None, "step" or "update". Agreed by all ranks."""
-        return self.ranks.broadcast(stop_requested(self.run) if self.ranks.main else None)
+        """What the user asked for: None, "step" or "update". Agreed by all ranks.
+
+        Any rank's view counts, since a rank that saw the file during the rollout has left prompts unanswered.
+        """
+        seen = self.ranks.gather(stop_requested(self.run))
+        return next((when for when in ("update", "step") if when in seen), None)
 
     def stop_wanted(self) -> str | None:
         """The same as this process sees it now, without asking the others."""

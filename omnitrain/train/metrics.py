@@ -49,7 +49,7 @@ METRICS: dict[str, str] = {
     "reward/<name>/seconds_max": "Slowest sample of the same.",
     "val/<task>/accuracy": "Share of validation rows answered right; the task is the rows' source.",
     "val/<task>/reward": "Mean reward on the validation rows.",
-    "val/<task>/loss": "Validation loss per sequence (offline algorithms).",
+    "val/<task>/loss": "Validation cross-entropy per target token (offline algorithms).",
     "val/<task>/rows": "Validation rows scored.",
     "time/data": "Seconds drawing and encoding the step's prompts.",
     "time/sync": "Seconds pushing weights into the engine.",
@@ -69,10 +69,11 @@ METRICS: dict[str, str] = {
 
 
 def family(name: str) -> str:
-    """The documented name a metric falls under: its middle part may be a reward or a task."""
+    """The documented name a metric falls under: between its first and last part is a reward or a task, which may
+    hold slashes of its own."""
     parts = name.split("/")
-    if len(parts) == 3 and parts[0] in ("reward", "val"):
-        return f"{parts[0]}/<{'name' if parts[0] == 'reward' else 'task'}>/{parts[2]}"
+    if len(parts) >= 3 and parts[0] in ("reward", "val"):
+        return f"{parts[0]}/<{'name' if parts[0] == 'reward' else 'task'}>/{parts[-1]}"
     return name
 
 

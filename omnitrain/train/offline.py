@@ -34,13 +34,15 @@ class OfflineLoop:
         self.validation = None
         if context.validation_rows is not None:
             self.validation = PromptSource(context.validation_rows, context.processing, context.ranks, overlong)
-            limit = self.recipe.validate_.max_rows or len(context.validation_rows)
-            self._validation_rows = self.validation.fitting(list(range(min(limit, len(context.validation_rows)))))
+            self._validation_rows = self.validation.first(self.recipe.validate_.max_rows)
+        for rows in filter(None, (context.train_rows, context.validation_rows)):
+            if (row := rows.first_without("chosen", "answer")) is not None:
+                raise DataError(f"{rows.path}: row {row} has neither `chosen` nor `answer`; sft has nothing to imitate")
         self._carried: dict[str, float] = {}
 
     def run(self) -> None:
         """Train until the last step. Raises Interrupted when the user asked to stop; the checkpoint is saved."""
-        if self.state.step == 0 and self.recipe.validate_.at_start and self.validation:
+        if not self.state.resumed and self.recipe.validate_.at_start and self.validation:
             self.context.log({"step": 0} | self.validate())
         while self.state.step < self.state.total_steps:
             self.step()
@@ -68,13 +70,14 @@ class OfflineLoop:
                 collected.append(
                     run_update(self.policy, self.objective, update, self.source.encode, TEMPERATURE, self.ranks.world)
                 )
+                rate = self.state.scheduler.get_last_lr()[0]  # of this update: the step moves it on
                 norms.append(clipped_step(self.state.optimizer, self.state.scheduler, spec.grad_clip))
                 self.state.updates += 1
         values: dict[str, Any] = {"step": step, "epoch": self.state.sampler.epoch, "data/overlong_dropped": skipped}
         values |= update_metrics(updates, self.ranks.gather(collected), clock.seconds["update"])
         values |= {
             "train/grad_norm": sum(norms) / len(norms),
-            "train/learning_rate": self.state.scheduler.get_last_lr()[0],
+            "train/learning_rate": rate,
             "train/updates": self.state.updates,
             "memory/peak_gib": devices.peak_memory_gib(self.ranks.device),
         }
@@ -83,20 +86,11 @@ class OfflineLoop:
         self._finish(values, clock)
 
     def target(self, source: PromptSource, group: int, index: int) -> Sample:
-        """A row's wanted response as a sample: its `chosen`, else its `answer` in the recipe's template, and the end.
-
-        Raises:
-            DataError: the row has neither.
-        """
+        """A row's wanted response as a sample: its `chosen`, else its `answer` in the recipe's template, and the end."""
         row: Row = source.rows[index]
-        if row.chosen is not None:
-            text = row.chosen
-        elif row.answer is not None:
+        text = row.chosen
+        if text is None:
             text = self.recipe.algorithm.template.replace("{answer}", row.answer)
-        else:
-            raise DataError(
-                f"{source.rows.path}: row {row.id} has neither `chosen` nor `answer`; sft has nothing to imitate"
-            )
         tokens = self.context.processing.response_ids(text)
         prompt_ids = source.encode(index).ids
         return Sample(index, group, 0, prompt_ids, tokens, [0.0] * len(tokens), "stop", text)
@@ -134,7 +128,9 @@ class OfflineLoop:
         """Validate if due, log, save if due, stop if asked."""
         step, last = self.state.step, self.state.step == self.state.total_steps
         every = self.recipe.validate_.every
-        if self.validation and (last or (every and step % every == 0)):
+        # Asked to stop at once, saving comes first: whoever sent the SIGTERM may not wait for a validation.
+        hurry = self.context.stop() == "update" and not last
+        if self.validation and not hurry and (last or (every and step % every == 0)):
             with clock.phase("validate"):
                 values |= self.validate()
         clock.seconds |= self._carried

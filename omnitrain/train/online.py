@@ -37,15 +37,14 @@ class OnlineLoop:
         self.validation = None
         if context.validation_rows is not None:
             self.validation = PromptSource(context.validation_rows, context.processing, context.ranks, overlong)
-            limit = self.recipe.validate_.max_rows or len(context.validation_rows)
-            self._validation_rows = self.validation.fitting(list(range(min(limit, len(context.validation_rows)))))
+            self._validation_rows = self.validation.first(self.recipe.validate_.max_rows)
         self.log_ratio_tolerance = 1e-6
         """Rounding between two passes over equal weights; gate G5 widens it by what it measures in bfloat16."""
         self._carried: dict[str, float] = {}
 
     def run(self) -> None:
         """Train until the last step. Raises Interrupted when the user asked to stop; the checkpoint is saved."""
-        if self.state.step == 0 and self.recipe.validate_.at_start and self.validation:
+        if not self.state.resumed and self.recipe.validate_.at_start and self.validation:
             self.context.log({"step": 0, "rollout/engine": self.rollouts.engine.name} | self.validate())
         while self.state.step < self.state.total_steps:
             self.step()
@@ -123,6 +122,7 @@ class OnlineLoop:
                 )
                 if index == 0:
                     self._check_first_ratio(step, stats)
+                rate = self.state.scheduler.get_last_lr()[0]  # of this update: the step moves it on
                 norms.append(clipped_step(self.state.optimizer, self.state.scheduler, spec.grad_clip))
                 self.state.updates += 1
                 collected.append(stats)
@@ -135,7 +135,7 @@ class OnlineLoop:
             | agreement_metrics(samples, self.ranks.gather(trained))
             | {
                 "train/grad_norm": sum(norms) / len(norms),
-                "train/learning_rate": self.state.scheduler.get_last_lr()[0],
+                "train/learning_rate": rate,
                 "train/updates": self.state.updates,
             }
         )
@@ -168,7 +168,9 @@ class OnlineLoop:
         """Validate if due, log, write samples, save if due, stop if asked."""
         step, last = self.state.step, self.state.step == self.state.total_steps
         every = self.recipe.validate_.every
-        if self.validation and (last or (every and step % every == 0)):
+        # Asked to stop at once, saving comes first: whoever sent the SIGTERM may not wait for a validation.
+        hurry = self.context.stop() == "update" and not last
+        if self.validation and not hurry and (last or (every and step % every == 0)):
             with clock.phase("validate"):
                 values |= self.validate()
         clock.seconds |= self._carried

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from omnitrain.errors import RunError
 from omnitrain.recipe.schema import Train
 
 
@@ -32,12 +33,22 @@ def build_optimizer(parameters: list[Parameter], spec: Train, total_updates: int
 
 
 def clipped_step(optimizer: Optimizer, scheduler: LambdaLR, max_norm: float) -> float:
-    """Clip by the global gradient norm, step, clear the gradients. Returns the norm before clipping."""
+    """Clip by the global gradient norm, step, clear the gradients. Returns the norm before clipping.
+
+    Raises:
+        RunError: the norm is not finite. Nothing was stepped: the weights are those of before, on all ranks.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    norm = norm.item()
+    if not math.isfinite(norm):
+        raise RunError(
+            f"the gradient norm is {norm}, so the update was not made and the last checkpoint is good; lower "
+            "train.learning_rate, look for rewards or media of extreme size, and see the last lines of metrics.jsonl"
+        )
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm.item()
+    return norm

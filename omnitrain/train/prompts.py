@@ -44,6 +44,20 @@ class PromptSource:
         self._refused.update(index for index, _ in refused)
         return [index for index in indices if index not in self._refused]
 
+    def first(self, limit: int | None) -> list[int]:
+        """Those of the file's first `limit` rows (all without one) whose prompt fits.
+
+        Raises:
+            DataError: none of them fits.
+        """
+        asked = list(range(min(limit or len(self.rows), len(self.rows))))
+        fitting = self.fitting(asked)
+        if not fitting:
+            raise DataError(
+                f"none of the {len(asked)} rows of {self.rows.path} fits into data.max_prompt_tokens; raise it"
+            )
+        return fitting
+
     def draw(self, sampler: PromptSampler, count: int) -> tuple[list[int], int]:
         """The next `count` rows that fit, and how many were skipped on the way.
 

@@ -13,6 +13,9 @@ from omnitrain.train.context import Clock, Context
 from omnitrain.train.prompts import PromptSource
 from omnitrain.train.seeds import derive
 
+LEAST_KEPT = 0.5
+"""Share of the adapter's change that should survive a sync's cast; below it the user is warned, once."""
+
 
 class Rollouts:
     """The engine and the scorer, as the loop, validation and the gates use them."""
@@ -22,6 +25,7 @@ class Rollouts:
         self.engine = engine
         self.scorer = scorer
         self._queues = 0
+        self._warned = False
 
     def sync(self, clock: Clock) -> dict[str, float]:
         """Give the engine the policy's current weights and wake it; returns the sync's metrics.
@@ -49,6 +53,12 @@ class Rollouts:
         values = {"sync/bytes": report.bytes, "sync/delta_norm": engine.delta_norm()}
         if self.context.recipe.model.lora is not None:
             values["sync/delta_kept"] = policy.delta_kept
+            if policy.delta_kept < LEAST_KEPT and not self._warned:
+                self._warned = True
+                self.context.console.say(
+                    f"warning: {policy.delta_kept:.0%} of the adapter's change survives the cast to {self.context.recipe.model.dtype}, "
+                    'so the engine samples from nearly the old weights; raise train.learning_rate, or set model.dtype = "float32"'
+                )
         return values
 
     def sample(
@@ -76,8 +86,11 @@ class Rollouts:
 
         def request(group: int) -> Request:
             prompt = source.encode(rows[group])
+            # A step larger than the file draws a row twice; its groups must not repeat each other's noise.
+            repeat = rows[:group].count(rows[group])
+            parts = (*key, prompt.row.id, *([repeat] if repeat else []))
             # 31 bits: the engine gives child i the seed + i, and takes no larger ones.
-            return Request(group, prompt, derive(context.recipe.seed, *key, prompt.row.id) >> 31)
+            return Request(group, prompt, derive(context.recipe.seed, *parts) >> 31)
 
         self._queues += 1
         queue = PromptQueue(
@@ -98,19 +111,26 @@ class Rollouts:
                         facts = {"id": row.id, "answer": row.answer, "source": row.source, "meta": row.meta}
                         self.scorer.submit(len(mine), sample.text, facts)
                     mine.append(sample)
+                if score:
+                    self.scorer.check()
                 context.console.beat(f"sampled {len(mine)} of {total}")
+        failures: dict[str, str] = {}
         if score:
             with clock.phase("reward_wait"):
-                self._collect(mine)
+                failures = self._collect(mine)
         with clock.phase("exchange"):
-            samples = [s for share in ranks.gather(mine) for s in share]
+            shares = ranks.gather((mine, failures))
+        samples = [sample for share, _ in shares for sample in share]
         if score:
-            check_skipped(sum(s.failed for s in samples), len(samples))
+            example = next((failed for _, failed in shares if failed), None)
+            check_skipped(sum(s.failed for s in samples), len(samples), example=example)
         return sorted(samples, key=lambda s: (s.group, s.child))
 
-    def _collect(self, samples: list[Sample]) -> None:
+    def _collect(self, samples: list[Sample]) -> dict[str, str]:
+        """Write the rewards into the samples; returns why one of the skipped failed, by reward."""
         waiting = lambda done, of: self.context.console.beat(f"waiting for reward {done}/{of}")  # noqa: E731
         scored = self.scorer.collect(waiting, max_skipped=None)
         for index, sample in enumerate(samples):
             result = scored[index]
             sample.rewards, sample.failed, sample.reward = result.values, result.skipped, result.reward
+        return next((result.failed for result in scored.values() if result.skipped), {})

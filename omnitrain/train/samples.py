@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 from omnitrain.data.sample import Row, Sample
@@ -51,12 +52,16 @@ def _describe(label: str, row: Row, sample: Sample) -> dict:
 
 
 def _media(folder: Path, row: Row) -> list[str]:
-    """Names of the row's media files, linked into the folder so that a report finds them."""
+    """Names of the row's media files, linked (or copied) into the folder so that a report finds them."""
     names = []
     for part in (part for message in row.messages for part in message.content if part.path):
         name = part.path.replace("/", "_")
         link = folder / name
         if not link.is_symlink():
-            os.symlink((row.root / part.path).resolve(), link)
+            target = (row.root / part.path).resolve()
+            try:
+                os.symlink(target, link)
+            except OSError:  # a file system without links
+                shutil.copyfile(target, link)
         names.append(name)
     return names

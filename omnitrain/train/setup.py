@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -9,18 +10,21 @@ import torch.distributed as dist
 
 from omnitrain import device as devices
 from omnitrain.data.schema import RowFile
+from omnitrain.errors import Interrupted, UsageError
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
+from omnitrain.recipe.schema import Recipe
 from omnitrain.report.plots import write_plots
 from omnitrain.rewards.scorer import Scorer, default_workers
 from omnitrain.rollout import build_engine
+from omnitrain.rollout.engine import RolloutEngine
 from omnitrain.rundir import RunDir
 from omnitrain.train.checkpoint import Checkpointer, load_trainable
 from omnitrain.train.console import Console
 from omnitrain.train.context import Context
 from omnitrain.train.distributed import Ranks, init_ranks
 from omnitrain.train.gates import Gates
-from omnitrain.train.metrics import MetricsFile
+from omnitrain.train.metrics import METRICS, MetricsFile, family
 from omnitrain.train.offline import OfflineLoop
 from omnitrain.train.online import OnlineLoop
 from omnitrain.train.rollouts import Rollouts
@@ -35,15 +39,16 @@ class Run:
         self.run = run
         self.recipe = run.recipe()
         self._closing: list = []
+        self._engine: RolloutEngine | None = None
 
     def __enter__(self) -> "Run":
         recipe = self.recipe
         # Before anything touches a device: reward workers are spawned processes.
-        world = int(os.environ.get("WORLD_SIZE", 1))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
         self.scorer = None
         if recipe.algorithm.online:
             log = self.run.logs / f"rewards_{os.environ.get('RANK', 0)}.log"
-            self.scorer = Scorer(recipe.rewards, default_workers(world), log=log, wait=False)
+            self.scorer = Scorer(recipe.rewards, default_workers(here), log=log, wait=False)
         if self.scorer:
             self._closing.append(self.scorer.close)
         tensor_parallel = getattr(recipe.rollout, "tensor_parallel", 1)
@@ -54,6 +59,7 @@ class Run:
 
     def _context(self, ranks: Ranks) -> Context:
         recipe, run = self.recipe, self.run
+        _check_best(recipe)
         console = Console(quiet=not ranks.main)
         train_rows = RowFile(recipe.data.train)
         validation_rows = RowFile(recipe.data.validation) if recipe.data.validation else None
@@ -94,27 +100,52 @@ class Run:
         state = TrainState(context)
         state.resume(context)
         context.console.total_steps = state.total_steps
+        if state.step >= state.total_steps:
+            context.console.say(f"finished already: {state.step} of {state.total_steps} steps")
+            return
         try:
-            if self.recipe.algorithm.online:
-                self._online(state).run()
-            else:
-                OfflineLoop(context, state).run()
+            loop = self._online(state) if self.recipe.algorithm.online else OfflineLoop(context, state)
+            loop.run()
         finally:
-            if self.ranks.main and self.run.metrics.exists():
-                write_plots(self.run.metrics, self.run.plots)
+            if self.ranks.main:
+                self._plots()
 
     def _online(self, state: TrainState) -> OnlineLoop:
         context = self.context
+        self.scorer.check()
         engine = build_engine(self.recipe, ranks=self.ranks, policy=context.policy, processing=context.processing)
-        self._closing.append(engine.close)
+        self._engine = engine
         rollouts = Rollouts(context, engine, self.scorer)
         loop = OnlineLoop(context, rollouts, state)
-        if state.step < state.total_steps:
-            Gates(context, rollouts, loop).run()
+        Gates(context, rollouts, loop).run()
         return loop
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
+        # After a failure engine and process group are left to the process's end: closing them may wait for ranks
+        # that are gone, or for a device that no longer answers.
+        ended_well = error is None or isinstance(error, Interrupted)
+        if ended_well and self._engine:
+            self._engine.close()
         for close in reversed(self._closing):
             close()
-        if dist.is_initialized() and error[0] is None:
+        if dist.is_initialized() and ended_well:
             dist.destroy_process_group()
+
+    def _plots(self) -> None:
+        try:
+            write_plots(self.run.metrics, self.run.plots)
+        except OSError as error:  # they can be drawn again, and must not hide why a run ended
+            self.context.console.say(f"warning: no plots: {error}")
+
+
+def _check_best(recipe: Recipe) -> None:
+    """A metric that is never written would keep no checkpoint, without a word."""
+    best = recipe.checkpoint.keep_best
+    if best is None:
+        return
+    if family(best.metric) not in METRICS:
+        close = difflib.get_close_matches(best.metric, METRICS, 1)
+        hint = f"; did you mean {close[0]}?" if close else "; docs/metrics.md lists them"
+        raise UsageError(f"checkpoint.keep_best.metric: {best.metric} is no metric of a run{hint}")
+    if best.metric.startswith("val/") and recipe.data.validation is None:
+        raise UsageError(f"checkpoint.keep_best.metric = {best.metric} needs data.validation")

@@ -22,6 +22,8 @@ class TrainState:
         self.sampler = PromptSampler(len(context.train_rows), spec.prompts_per_step, recipe.seed, recipe.data.shuffle)
         self.step = 0
         self.updates = 0
+        self.resumed = False
+        """Whether a checkpoint was loaded. One of step 0 comes after the validation at the start."""
 
     def save(self, context: Context, metrics: dict[str, Any] | None = None) -> None:
         """Write the state after the current step. Resuming from it repeats nothing and skips nothing."""
@@ -38,5 +40,6 @@ class TrainState:
         extra = context.checkpointer.load(path, context.policy.module, self.optimizer, self.scheduler)
         self.step, self.updates = extra["step"], extra["updates"]
         self.sampler.load_state_dict(extra["sampler"])
+        self.resumed = True
         context.console.say(f"resumed after step {self.step} from {path.name}")
         return True

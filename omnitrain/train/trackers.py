@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from omnitrain.errors import RunError
+from omnitrain.errors import OmnitrainError, RunError
 from omnitrain.recipe.schema import Recipe
 
 
@@ -75,14 +76,29 @@ class Sinks:
 
     def close(self) -> None:
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 a sink must not stop a run, nor make a finished one a failure
+                print(f"warning: {type(tracker).__name__} could not be closed: {error}", file=sys.stderr)
 
 
 def build_sinks(recipe: Recipe, path: Path) -> Sinks:
-    """The sinks that the recipe names."""
-    trackers: list[Tracker] = []
+    """The sinks that the recipe names; one that cannot be started is left out with a warning.
+
+    Raises:
+        RunError: a sink's package is not installed.
+    """
+    builders: list[Callable[[], Tracker]] = []
     if recipe.trackers.tensorboard:
-        trackers.append(TensorBoard(path / "logs"))
+        builders.append(lambda: TensorBoard(path / "logs"))
     if recipe.trackers.wandb:
-        trackers.append(WandbRun(recipe, path))
+        builders.append(lambda: WandbRun(recipe, path))
+    trackers: list[Tracker] = []
+    for build in builders:
+        try:
+            trackers.append(build())
+        except OmnitrainError:
+            raise
+        except Exception as error:  # noqa: BLE001 no network is no reason not to train
+            print(f"warning: a tracker could not be started and is left out: {error}", file=sys.stderr)
     return Sinks(trackers)

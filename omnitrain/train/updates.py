@@ -81,7 +81,8 @@ def plan_updates(
 
 def _pack(samples: list[Sample], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     lengths = [len(s.prompt_ids) + len(s.tokens) for s in samples]
-    mine = balanced(lengths, max_tokens, ranks.world)[ranks.rank]
+    name = lambda index: f"a response to row {samples[index].row} of the data file"  # noqa: E731
+    mine = balanced(lengths, max_tokens, ranks.world, name)[ranks.rank]
     shortest = min(samples, key=lambda s: len(s.prompt_ids) + len(s.tokens))
     return [MicroBatch([samples[i] for i in bin]) if bin else MicroBatch([shortest], filler=True) for bin in mine]
 

@@ -1,14 +1,17 @@
 """The vLLM-Omni engine in this process, against the trainer's own forward. One engine for the whole file."""
 
 import dataclasses
+import gc
+import os
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
 from omnitrain.data.schema import RowFile
-from omnitrain.errors import EngineStateError, RunError
+from omnitrain.errors import EngineStateError, RunError, UsageError
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
 from omnitrain.models.qwen3_omni.spec import Lora, Qwen3OmniModel
@@ -374,6 +377,34 @@ def test_s2_sleeping_with_weights_demands_a_full_refill(engine, policy, prompts)
         ask(engine, prompts)
     engine.load_weights(policy.stream_weights(full=True), full=True)
     assert [s.tokens for s in ask(engine, prompts, n=1, temperature=0.0)] == before
+
+
+def test_s9_twenty_cycles_of_sleep_and_refill_leave_no_memory_behind(engine, policy, prompts):
+    def cycle():
+        engine.sleep()
+        engine.wake(State.WEIGHTS)
+        engine.load_weights(policy.stream_weights(full=True), full=True)
+        engine.wake(State.AWAKE)
+        ask(engine, prompts, n=1, tokens=2)
+        gc.collect()
+
+    for _ in range(5):  # allocators reach their size
+        cycle()
+    before = resident_bytes()
+    for _ in range(20):
+        cycle()
+    weights = sum(p.numel() * p.element_size() for p in vllm_compat.model(engine._llm).parameters())
+    assert resident_bytes() - before < max(0.01 * before, weights)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_sequences_beyond_the_models_positions_are_refused_in_the_recipes_words(started, tiny_model):
+    with pytest.raises(UsageError, match=r"data.max_prompt_tokens \+ rollout.max_new_tokens.*70000") as caught:
+        VllmOmniEngine(str(tiny_model), dtype="float32", max_model_len=70000)
+    assert "Traceback" not in str(caught.value) and len(str(caught.value)) < 1500
 
 
 # -- quirks that are worked around: each of these fails when vLLM no longer has it ------------------------

@@ -134,6 +134,7 @@ def test_gates_pass_for_every_modality_with_numbers(reference):
         assert f"{modality}: Pearson 1.0000" in verdicts["g6"]["detail"]
 
 
+@pytest.mark.slow
 def test_skipping_the_gates_changes_no_metric(reference, tmp_path):
     run_dir, recipe, _ = reference
     skip = '--set=gates.skip=["g1","g2","g3","g5","g6","g7","g9","g10"]'
@@ -185,7 +186,9 @@ def test_ctrl_c_saves_exits_130_and_resumes_to_the_same_weights(reference, tmp_p
     same_run(tmp_path / "run", run_dir)
 
 
-@pytest.mark.parametrize("victim", ["rank", "agent", "launcher"])
+@pytest.mark.parametrize(
+    "victim", ["rank", pytest.param("agent", marks=pytest.mark.slow), pytest.param("launcher", marks=pytest.mark.slow)]
+)
 def test_kill_9_leaves_nothing_running_and_the_run_goes_on_bitwise(reference, tmp_path, victim):
     run_dir, recipe, _ = reference
     process = running(recipe, tmp_path / "run")

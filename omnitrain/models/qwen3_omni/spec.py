@@ -69,6 +69,7 @@ _PUBLISHED_SIZES = Sizes(
     experts=128,
     experts_per_token=8,
     intermediate=768,
+    max_positions=65536,
     tied=False,
     towers=1_190_000_000,  # vision about 0.55e9, audio about 0.64e9
 )
@@ -123,6 +124,7 @@ def _read_sizes(config_file: Path) -> Sizes:
             experts=text["num_experts"],
             experts_per_token=text["num_experts_per_tok"],
             intermediate=text["moe_intermediate_size"],
+            max_positions=text["max_position_embeddings"],
             tied=bool(text.get("tie_word_embeddings", False)),
             towers=_vision(vision) + _audio(audio),
         )

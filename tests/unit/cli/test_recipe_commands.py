@@ -128,7 +128,7 @@ def test_schema_is_json_on_the_screen_or_in_a_file(run, tmp_path):
 @pytest.mark.parametrize(
     ("topic", "expected"),
     [
-        ("train.learning_rate", ["a number, >= 0, required", "Peak learning rate."]),
+        ("train.learning_rate", ["a number, >= 0, required", "Peak learning rate"]),
         ("learning_rate", ["train.learning_rate"]),
         ("algorithm.clip_low", ['with algorithm.kind = "gspo"', "default 0.0003"]),
         ("rewards[].weight", ["rewards[].weight", "default 1.0"]),

@@ -158,7 +158,7 @@ NUMBERS = st.floats(1e-12, 1e12)
     system=st.none() | TEXT,
     template=TEXT,
     rate=NUMBERS,
-    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    betas=st.tuples(*2 * [st.floats(0, 1, exclude_max=True)]),
     targets=TEXT | st.lists(TEXT, max_size=3),
     weight=st.floats(-1e9, 1e9),
     skip=st.lists(st.sampled_from(["g1", "g6"]), max_size=2),

@@ -90,6 +90,7 @@ def tiny_config() -> dict:
     text = {
         "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "vocab_size": 1024, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "max_position_embeddings": 640,
     }  # fmt: skip
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "patch_size": 16, "out_hidden_size": 128}
     audio = {
@@ -219,3 +220,23 @@ def test_no_devices_is_an_error(recipe_file):
 def test_planning_leaves_no_files_behind(planned, tmp_path):
     planned()
     assert [path.name for path in Path(tmp_path).iterdir()] == ["recipe.toml"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "fields"),
+    [
+        (["data.max_prompt_tokens=600", "rollout.max_new_tokens=41"], "+ rollout.max_new_tokens = 600 + 41 = 641"),
+        (
+            ["data.max_prompt_tokens=600", "rollout.max_new_tokens=8", "validate.max_new_tokens=50"],
+            "+ validate.max_new_tokens = 600 + 50 = 650",
+        ),
+    ],
+)
+def test_sequences_longer_than_the_models_positions_are_refused(recipe_file, tmp_path, sets, fields):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    recipe = load([recipe_file()], [f"model.path={tmp_path}", *sets]).recipe
+    with pytest.raises(RecipeError) as caught:
+        make_plan(recipe, 8)
+    assert f"data.max_prompt_tokens {fields} is more than the model's 640 positions" in str(caught.value)
+    fitting = load([recipe_file()], [f"model.path={tmp_path}", *sets, "data.max_prompt_tokens=590"]).recipe
+    assert make_plan(fitting, 8).sizes.max_positions == 640

@@ -330,3 +330,21 @@ def test_processes_that_hang_die_with_a_killed_parent(sent):
         parent.send_signal(sent)
         parent.wait(5)
     assert not wait_gone(pids, 3)
+
+
+def test_l6_a_failure_can_be_heard_before_the_rollout_is_over():
+    with Scorer([python("hang", timeout=0.3)], workers=1) as scorer:
+        scorer.check()
+        scorer.submit(0, "hang", row(0))
+        deadline = time.monotonic() + 10
+        with pytest.raises(RewardTimeout, match="sample row-0"):
+            while time.monotonic() < deadline:
+                scorer.check()
+                time.sleep(0.05)
+        scorer.check()
+        assert scorer.collect() == {}
+
+
+def test_a_missing_function_is_refused_in_one_line():
+    with pytest.raises(UsageError, match="has no 'nope'$"), Scorer([python("nope")], workers=1):
+        pass

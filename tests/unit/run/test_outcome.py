@@ -1,5 +1,6 @@
 """What the launcher makes of the ranks' files, torchrun's arguments and the environment."""
 
+import errno
 import json
 
 import pytest
@@ -102,3 +103,19 @@ def test_l3_the_engine_stays_in_the_ranks_process_whatever_the_user_has_set(monk
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     assert launch.environment("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert launch.environment("cpu")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_notes_cut_short_by_a_full_disk_do_not_hide_the_ranks_error(run):
+    error(run, 0, 10.0, 1, "no space")
+    (run.logs / "failures.json").write_text("")
+    assert launch.outcome(run, 1) == (1, "no space")
+
+
+def test_a_full_disk_or_a_missing_right_is_no_bug_and_has_no_traceback(monkeypatch):
+    for number, words in ((errno.ENOSPC, "no space left"), (errno.EACCES, "permission denied")):
+        error = OSError(number, "text", "/data/metrics.jsonl")
+        code, text = launch.describe(error)
+        assert code == 1 and text.startswith(f"/data/metrics.jsonl: {words}") and "\n" not in text
+    monkeypatch.setenv(launch.TRACEBACK, "1")
+    assert "PermissionError" in launch.describe(error)[1]
+    assert launch.describe(FileNotFoundError(errno.ENOENT, "text", "x"))[1].startswith("FileNotFoundError")

@@ -1,5 +1,6 @@
 """The run directory: lock, resume, refusal of another recipe, fresh starts, what is discarded."""
 
+import errno
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from omnitrain.errors import UsageError
+from omnitrain.errors import UsageError, environment_fault
 from omnitrain.recipe.loader import load
 from omnitrain.rundir import (
     RunDir,
@@ -15,6 +16,7 @@ from omnitrain.rundir import (
     read_exit,
     request_stop,
     stop_requested,
+    write_atomic,
     write_exit,
 )
 
@@ -121,6 +123,32 @@ def test_p6_a_changed_recipe_is_refused_field_by_field_and_nothing_changes(run, 
     assert "--allow-change" in text and "--fresh" in text
     assert place.recipe() == recipe() and place.metrics.read_text() == '{"step": 1}\n'
     assert run().lock()
+
+
+def test_a_run_that_failed_before_its_first_step_takes_the_mended_recipe(run, recipe):
+    run().prepare(recipe())
+    notes = run().prepare(recipe("model.path=other")).notes
+    assert "changed: model.path = 'other' (was 'm')" in notes
+    assert run().recipe().model.path == "other"
+
+
+def test_a_directory_that_cannot_be_made_is_named(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="file/run cannot be made: Not a directory; choose another --run-dir"):
+        RunDir(tmp_path / "file" / "run").prepare(recipe())
+
+
+def test_a_full_disk_leaves_no_half_written_file_and_is_named(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "recipe.toml"
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as caught:
+        write_atomic(path, "new")
+    assert environment_fault(caught.value) == f"{path}: no space left; make room there"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.toml"] and path.read_text() == "old"
 
 
 def test_an_allowed_or_harmless_change_is_written_and_the_old_recipe_kept(run, recipe):

@@ -3,13 +3,18 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.train.metrics import MetricsFile, table
+from omnitrain.train.metrics import MetricsFile, family, table
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_every_name_is_documented_in_one_place():
     assert table() in (DOCS / "metrics.md").read_text()
+
+
+def test_a_task_may_hold_slashes():
+    assert family("val/openai/gsm8k/accuracy") == "val/<task>/accuracy"
+    assert family("reward/choice/mean") == "reward/<name>/mean"
 
 
 def test_an_undocumented_name_is_refused_and_nothing_is_written(tmp_path):

@@ -1,0 +1,73 @@
+"""From a step's samples to updates and micro-batches; what ranks agree on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from omnitrain.data.sample import Sample
+from omnitrain.errors import RunError
+from omnitrain.rundir import RunDir, request_stop
+from omnitrain.train.context import Context
+from omnitrain.train.updates import plan_updates
+
+
+def samples(groups: int, n: int = 2, failed=()) -> list[Sample]:
+    return [
+        Sample(100 + group, group, child, [1] * 5, [2] * (1 + child), [0.0], "stop", failed=(group, child) in failed)
+        for group in range(groups)
+        for child in range(n)
+    ]
+
+
+def plan(chosen, *, updates=2, rank=0, world=1, max_tokens=20):
+    ranks = SimpleNamespace(rank=rank, world=world)
+    return plan_updates(chosen, updates=updates, units=len, max_tokens=max_tokens, ranks=ranks, key=(0, 1))
+
+
+def members(update) -> set[tuple[int, int]]:
+    return {(s.group, s.child) for s in update.samples}
+
+
+def test_groups_stay_whole_and_every_sample_is_in_one_update():
+    first, second = plan(samples(4))
+    assert members(first) | members(second) == {(g, c) for g in range(4) for c in range(2)}
+    assert not {g for g, _ in members(first)} & {g for g, _ in members(second)}
+    assert first.units == second.units == 4
+
+
+def test_failed_samples_are_in_no_update_and_no_unit():
+    updates = plan(samples(4, failed={(0, 0), (1, 0), (1, 1)}))
+    assert sum(update.units for update in updates) == 5
+    assert not {(0, 0), (1, 0), (1, 1)} & set().union(*map(members, updates))
+
+
+def test_updates_without_a_sample_are_left_out():
+    failed = {(group, child) for group in range(3) for child in range(2)}
+    assert len(plan(samples(4, failed=failed), updates=4)) == 1
+    assert plan(samples(2, failed={(g, c) for g in range(2) for c in range(2)})) == []
+
+
+def test_l4_ranks_make_equally_many_passes_and_one_without_samples_fills_in_at_no_weight():
+    shares = [plan(samples(1, n=1), updates=1, rank=rank, world=3)[0].batches for rank in range(3)]
+    assert [len(share) for share in shares] == [1, 1, 1]
+    assert sorted(batch.filler for share in shares for batch in share) == [False, True, True]
+
+
+def test_a_sequence_longer_than_a_micro_batch_names_its_row():
+    with pytest.raises(RunError, match="a response to row 101 of the data file has 7 tokens"):
+        plan(samples(2)[3:], max_tokens=6)
+
+
+@pytest.mark.parametrize(
+    "seen, agreed", [([None, None], None), ([None, "update"], "update"), (["step", "update"], "update")]
+)
+def test_a_stop_that_any_rank_has_seen_is_agreed_by_all(tmp_path, seen, agreed):
+    run = RunDir(tmp_path)
+    if seen[0]:
+        request_stop(run, seen[0])
+
+    def gather(own):
+        assert own == seen[0]
+        return seen
+
+    assert Context.stop(SimpleNamespace(run=run, ranks=SimpleNamespace(gather=gather))) == agreed
