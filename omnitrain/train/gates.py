@@ -110,7 +110,7 @@ class Gates:
             return
         last = verdicts[-1]
         mark = "skip" if last.skipped else "ok" if last.ok else "REFUSED"
-        self.context.console.say(f"gate {last.gate:<4}{mark:<5}{last.detail.splitlines()[0]}  ({last.seconds:.1f}s)")
+        self.context.console.say(f"gate {last.gate:<4}{mark:<8}{last.detail.splitlines()[0]}  ({last.seconds:.1f}s)")
         (self.context.run.path / "gates.json").write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
 
     # ---- the probe: a few prompts of every modality in the data, answered once
@@ -129,7 +129,7 @@ class Gates:
                 found[modality] = found.get(modality, 0) + 1
                 self._rows.append(index)
         if not self._rows:
-            raise DataError(f"{rows.path}: none of {PROBE_SCAN} rows is within data.max_prompt_tokens; raise it")
+            raise DataError(f"{rows.path}: none of {min(PROBE_SCAN, len(rows))} rows is within data.max_prompt_tokens; raise it")
         return self._rows
 
     def probe(self, *, greedy: bool = False, fresh: bool = False) -> list[Sample]:
