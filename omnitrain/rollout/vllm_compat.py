@@ -8,6 +8,7 @@ neither torch nor vllm, so that a launcher can prepare the environment of the ra
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -106,6 +107,7 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
     if current_platform.is_cpu():
         # No graphs and no profiling; the cache is sized from what can be in flight at once.
         options |= {"enforce_eager": True, "skip_mm_profiling": True, "kv_cache_memory_bytes": _cpu_cache_bytes(path, options)}
+        _name_shared_memory()
         # A prompt cut by the token budget, with a seed: "CPU Generator does not use offset". So prompts are never cut.
         options |= {
             "enable_chunked_prefill": False,
@@ -177,6 +179,27 @@ def _register_thinker() -> None:
             return hidden[0] if isinstance(hidden, tuple) else hidden
 
     ModelRegistry.register_model(_ARCHITECTURE, Thinker)
+
+
+def _name_shared_memory() -> None:
+    """Give the shared memory of tensor-parallel CPU engines a name of this run's own.
+
+    vLLM 0.30 names it after the init method, which under external_launcher is "env://" for every run on the host:
+    a second run fails with "create shm in SHMManager failed. errno: 17".
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    original = SharedMemory.make_group_name
+    if hasattr(original, "upstream"):
+        return
+    place = "/".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
+    run = hashlib.sha256(place.encode()).hexdigest()[:12]
+
+    def make_group_name(communicator) -> str:
+        return f"{run}-{original(communicator).replace('/', '')}"  # a slash inside the name is refused: errno 22
+
+    make_group_name.upstream = original
+    SharedMemory.make_group_name = staticmethod(make_group_name)
 
 
 def _cpu_cache_bytes(path: str, options: dict[str, Any]) -> int:

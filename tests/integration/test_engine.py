@@ -5,6 +5,7 @@ import gc
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -436,3 +437,21 @@ def test_quirk_children_of_a_request_are_held_back(engine, prompts, monkeypatch)
     finally:
         engine._stop_ids = usual
     assert len(arrivals) == 1
+
+
+def test_two_tensor_parallel_runs_on_one_host_share_no_memory(engine, monkeypatch):
+    """Quirk: vLLM on a CPU names a group's shared memory "//-..." under external_launcher, the same for every run."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    monkeypatch.setenv("VLLM_DIST_IDENT", "//")
+    upstream = staticmethod(SharedMemory.make_group_name.upstream)
+    monkeypatch.setattr(SharedMemory, "make_group_name", upstream)
+    communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+    assert SharedMemory.make_group_name(communicator) == "//-tp:0-[0-1]-cpushm"
+    names = set()
+    for port in ("1", "2"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        monkeypatch.setattr(SharedMemory, "make_group_name", upstream)
+        vllm_compat._name_shared_memory()
+        names.add(SharedMemory.make_group_name(communicator))
+    assert len(names) == 2 and not any("/" in name for name in names)
