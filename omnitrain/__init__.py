@@ -1,3 +1,3 @@
-"""omnitrain: post-train omni-modal and diffusion models with RL and preferences."""
+"""omnitrain: post-train omni-modal models with reinforcement learning."""
 
 __version__ = "0.1.0"

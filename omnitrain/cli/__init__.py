@@ -14,7 +14,7 @@ from omnitrain.launch import TRACEBACK
 
 app = typer.Typer(
     name="omnitrain",
-    help="Post-train omni-modal and diffusion models with RL and preferences: one TOML recipe, one command.",
+    help="Post-train omni-modal models with reinforcement learning: one TOML recipe, one command.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

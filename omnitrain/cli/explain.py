@@ -16,10 +16,14 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     topic: Annotated[
-        str, typer.Argument(metavar="X", help="A recipe field, a table or a kind, a gate, an exit code or an error.")
+        str,
+        typer.Argument(metavar="X", help="A recipe field, a table, a kind, a gate, a metric, an exit code or an error."),
     ],
 ) -> None:
-    """Explain a recipe field (train.learning_rate), a gate (g6), an exit code (3) or an error (GateRefused)."""
+    """Explain a recipe field (train.learning_rate), a kind (gspo, python), a gate (g6), an exit code (3) and more.
+
+    Also a name of metrics.jsonl (train/reward_mean) or an error (GateRefused).
+    """
     from omnitrain.recipe.fields import lookup, similar
     from omnitrain.recipe.gates import GATES
 
@@ -33,12 +37,14 @@ def explain(
         typer.echo(f"{word} (exit code {error.exit_code})\n{inspect.cleandoc(error.__doc__ or '')}")
     elif kinds := _kinds(word):
         typer.echo("\n\n".join(kinds))
-    elif fields := lookup(word):
+    elif "/" in word and (metric := _metric(word)):
+        typer.echo(metric)
+    elif fields := lookup(re.sub(r"\[\d*\]", "[]", word)):
         typer.echo("\n\n".join(dict.fromkeys(_field(field) for field in fields)))
     else:
         known = _topics()
         near = similar(word, known) or similar(word.rsplit(".", 1)[-1], [name for name in known if "." not in name])
-        hint = f"did you mean {near}?" if near else "give a recipe field, a gate (g1 to g11), or an exit code"
+        hint = f"did you mean {near}?" if near else f"give a recipe field, a gate ({_gates()}), a metric, or an exit code"
         raise errors.UsageError(f"nothing to explain about {topic}; {hint}")
 
 
@@ -48,8 +54,24 @@ def _gate(name: str) -> str:
 
     gate = GATES[name]
     causes = "\n".join(f"  - {cause}" for cause in gate.causes)
-    skip = f'\nto skip it: [gates] skip = ["{name}"]' if name in IN_RECIPE else ""
+    if name not in IN_RECIPE:
+        return f"gate {name}: {gate.title}\nnot in this version: no recipe has what it compares yet\n{gate.compares}"
+    skip = f'\nto skip it: [gates] skip = ["{name}"]'
     return f"gate {name}: {gate.title}\n{gate.compares}\nlikely causes:\n{causes}\nfix: {gate.fix}{skip}"
+
+
+def _gates() -> str:
+    from omnitrain.recipe.schema import GATES
+
+    return ", ".join(GATES)
+
+
+def _metric(word: str) -> str | None:
+    """A name of metrics.jsonl and its meaning; names of rewards and tasks as they are in a run, too."""
+    from omnitrain.train.metrics import METRICS, family
+
+    name = family(word)
+    return f"{word}   (in metrics.jsonl)\n{METRICS[name]}" if name in METRICS else None
 
 
 def _field(field) -> str:
@@ -80,14 +102,13 @@ def _field(field) -> str:
 
 def _kinds(word: str) -> list[str]:
     """The tables that a kind such as "gspo" stands for."""
-    from omnitrain.recipe.fields import all_fields
+    from omnitrain.recipe.fields import all_fields, named
 
     found = {field.model: field for field in all_fields() if field.kind and field.kind[1] == word}
     texts = []
     for model, first in found.items():
-        own = [field for field in all_fields() if field.model is model and field.kind == first.kind]
         lines = [f'{first.kind[0]} = "{word}"', inspect.cleandoc(model.__doc__ or "")]
-        texts.append("\n".join(lines + [f"  {field.name:<24}{field.doc}" for field in own]))
+        texts.append("\n".join(lines + [f"  {name:<24}{info.description or ''}" for name, info in named(model).items()]))
     return texts
 
 
@@ -111,8 +132,9 @@ def _errors() -> dict[str, type[errors.OmnitrainError]]:
 
 def _topics() -> list[str]:
     from omnitrain.recipe.fields import all_fields
-    from omnitrain.recipe.gates import GATES
+    from omnitrain.recipe.schema import GATES
+    from omnitrain.train.metrics import METRICS
 
     names = {field.path.replace("[]", "") for field in all_fields()} | {field.name for field in all_fields()}
     kinds = {field.kind[1] for field in all_fields() if field.kind}
-    return sorted(names | kinds | set(GATES) | set(_errors()))
+    return sorted(names | kinds | set(GATES) | set(METRICS) | set(_errors()))

@@ -24,10 +24,18 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
+def _positive(value: float | None) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{value:g} GiB: it must be more than 0")
+    return value
+
+
 def plan(
     recipe: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, merged left to right.")],
-    devices: Annotated[int | None, typer.Option(help="Accelerators; default: those visible here, or 1.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB of each accelerator; default: those here.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Accelerators; default: those visible here, or 1.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(callback=_positive, help="GiB of each accelerator; default: those here.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field; list+=item appends.")
     ] = None,
@@ -54,12 +62,30 @@ def show_plan(loaded: Loaded, devices: int | None = None, memory: float | None =
         devices = max(1, here.count)
     if memory is None and here.kind == "cuda":
         memory = _device_memory()
+    check_best(loaded)
     try:
         made = make_plan(loaded.recipe, devices, memory)
     except (RecipeError, ModelError) as error:
         raise type(error)(loaded.locate(str(error))) from None
     _print(loaded, made)
     return 1 if made.verdict == "does not fit" else 0
+
+
+def check_best(loaded: Loaded) -> None:
+    """RecipeError, with its position, for a checkpoint.keep_best.metric that no run writes."""
+    best = loaded.recipe.checkpoint.keep_best
+    if best is None:
+        return
+    import difflib
+
+    from omnitrain.train.metrics import METRICS, family
+
+    if family(best.metric) not in METRICS:
+        close = difflib.get_close_matches(best.metric, METRICS, 1)
+        hint = f"did you mean {close[0]}?" if close else "docs/metrics.md lists them"
+        raise RecipeError(
+            loaded.locate(f"checkpoint.keep_best.metric = {best.metric} is no metric of a run; {hint}")
+        )
 
 
 def _device_memory() -> float | None:
@@ -94,7 +120,8 @@ def _print(loaded: Loaded, plan: Plan) -> None:
         typer.echo(style(f"note: {warning}", fg="yellow"))
     if plan.verdict is not None:
         largest = max(phase.total for phase in plan.phases)
-        typer.echo(style(f"{plan.verdict}: {_gib(largest)} of {plan.memory_gib:g} GiB", fg=_COLOURS[plan.verdict]))
+        text = f"{plan.verdict}: {_gib(largest)} of {plan.memory_gib:g} GiB, {_margin(plan, largest)}"
+        typer.echo(style(text, fg=_COLOURS[plan.verdict]))
     if plan.knob is not None:
         typer.echo(f"to make it fit: {plan.knob}")
 
@@ -136,6 +163,16 @@ def _memory(plan: Plan) -> None:
         rows.append((part, *("" if size is None else _number(size) for size in sizes)))
     rows.append(("total", *(_number(phase.total) for phase in plan.phases)))
     echo_table(("GiB per device", *(phase.name for phase in plan.phases)), rows, right=True)
+
+
+def _margin(plan: Plan, largest: float) -> str:
+    """How far the largest phase is from the device's memory, in digits that show it."""
+    spare = plan.memory_gib - largest
+    if spare < 0:
+        return f"{_gib(-spare)} too much"
+    if plan.verdict == "does not fit":
+        return "and the KV cache holds no sequence of full length"
+    return f"{_gib(spare)} spare"
 
 
 def _gib(size: float) -> str:

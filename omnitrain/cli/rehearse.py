@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omnitrain.cli.train import _Recipes, _Sets, _Unsets
-from omnitrain.errors import RunError
+from omnitrain.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from omnitrain.recipe.schema import Recipe
@@ -37,11 +37,16 @@ def rehearse(
     """Run a recipe for two steps with a tiny random model of its family and a handful of rows; every substitution is printed."""
     from omnitrain.launch import launch, visible_accelerators
     from omnitrain.recipe.loader import load
+    from omnitrain.recipe.plan import check_micro_batch
     from omnitrain.recipe.rehearsal import rehearsal
     from omnitrain.rundir import RunDir
 
     start = time.monotonic()
     loaded = load(recipe, sets, unsets)
+    try:
+        check_micro_batch(loaded.recipe)  # on the recipe itself: the substitutes are too short to find it
+    except RecipeError as error:
+        raise RecipeError(loaded.locate(str(error))) from None
     kind = visible_accelerators().kind
     folder = run_dir or Path(tempfile.mkdtemp(prefix="omnitrain-rehearsal-")) / "run"
     run = RunDir(folder)
@@ -83,7 +88,7 @@ def _with_trainer_engine(recipe: Recipe) -> Recipe:
     from omnitrain.recipe.loader import validated
     from omnitrain.recipe.schema import TrainerRollout
 
-    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    data = recipe.plain()
     known = {name: value for name, value in data["rollout"].items() if name in TrainerRollout.model_fields}
     return validated(data | {"rollout": known | {"engine": "trainer"}})
 

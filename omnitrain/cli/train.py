@@ -53,6 +53,7 @@ def train(
 
     Ctrl-C finishes the step, saves and exits with 130; a second one stops at once.
     """
+    from omnitrain.cli.plan import check_best
     from omnitrain.launch import launch, nodes_token, outer_torchrun, visible_accelerators
     from omnitrain.recipe.loader import check_files, load, resolved
     from omnitrain.rundir import RunDir
@@ -63,6 +64,7 @@ def train(
         from omnitrain.cli.plan import show_plan
 
         raise typer.Exit(show_plan(loaded, devices))
+    check_best(loaded)
     _check_model(loaded)
     final = resolved(loaded.recipe)
     run = RunDir(run_dir or Path("runs") / final.name)
@@ -82,8 +84,27 @@ def train(
         raise UsageError(f"{set_by_us[0]} after --: say --devices N before it")
     token = nodes_token(torchrun_args)
     show_summary(loaded, count, several_nodes=token is not None)
-    show_prepared(run.prepare(final, token=token, **options), run.path)
+    prepared = run.prepare(final, token=token, **options)
+    show_prepared(prepared, run.path)
+    if token is None and _finished(final, prepared, run):
+        raise typer.Exit(0)
     raise typer.Exit(launch(run, count, torchrun_args, kind=found.kind))
+
+
+def _finished(recipe, prepared: Prepared, run) -> bool:
+    """Whether the run's last step is saved already: then says so, and that it ended well, without starting a rank."""
+    from omnitrain.recipe.plan import total_steps
+    from omnitrain.recipe.rows import count_rows
+    from omnitrain.rundir import write_exit
+
+    if prepared.step is None:
+        return False
+    total = total_steps(recipe, count_rows(recipe.data.train) if recipe.train.epochs else None)
+    if prepared.step < total:
+        return False
+    typer.echo(f"finished already: {prepared.step} of {total} steps; train.max_steps or train.epochs sets a later end")
+    write_exit(run, 0, "")
+    return True
 
 
 def _as_rank(loaded: Loaded, recipe, run, options: dict[str, bool]) -> int:
@@ -143,8 +164,12 @@ def _check_model(loaded: Loaded) -> None:
         return
     if path.exists():
         raise ModelError(loaded.locate(f"model.path = {path} is a file; name the checkpoint's directory"))
+    from omnitrain.recipe.sizes import hub_name
+
     name = str(loaded.recipe.model.path)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and _cached(name):
+    if not hub_name(name):
+        raise ModelError(loaded.locate(f"model.path = {name}: no such directory"))
+    if _cached(name):
         return
     raise ModelError(
         loaded.locate(

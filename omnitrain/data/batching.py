@@ -33,7 +33,7 @@ def balanced(
             raise RunError(
                 f"{name(index)} has {length} tokens (prompt and response), more than train.max_tokens_per_device = "
                 f"{max_tokens}; set train.max_tokens_per_device to {length} or more, or lower data.max_prompt_tokens "
-                "or rollout.max_new_tokens"
+                "(and with a rollout its max_new_tokens)"
             )
     if not lengths:
         return [[] for _ in range(ranks)]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from shlex import quote
+
 from omnitrain.doctor.check import OK, PROBLEM, WARNING, Check, Finding, first_line, run_python
 from omnitrain.errors import DataError, ModelError, OmnitrainError
 from omnitrain.recipe.loader import Loaded
 from omnitrain.recipe.schema import Recipe
+from omnitrain.recipe.sizes import hub_name
 
 MEDIA_ROWS = 32
 
 
 def checks(loaded: Loaded, devices: int | None = None, memory_gib: float | None = None) -> list[Check]:
     """The checks of this file. `devices` and `memory_gib` (of one device) replace what the machine has."""
-    recipe = loaded.recipe
+    recipe, files = loaded.recipe, [document.name for document in loaded.documents]
     listed = [Check("recipe data", lambda: data_files(recipe)), Check("recipe model", lambda: model(recipe))]
-    listed += [Check(f"recipe rewards[{i}]", lambda i=i: reward(recipe, i)) for i in range(len(recipe.rewards))]
+    listed += [Check(f"recipe rewards[{i}]", lambda i=i: reward(recipe, i, files)) for i in range(len(recipe.rewards))]
     if recipe.model.init_from is not None:
-        listed.append(Check("recipe init_from", lambda: starting_weights(recipe)))
-    return [*listed, Check("recipe memory", lambda: memory(recipe, devices, memory_gib))]
+        listed.append(Check("recipe init_from", lambda: starting_weights(recipe, files)))
+    return [*listed, Check("recipe memory", lambda: memory(recipe, devices, memory_gib, files))]
 
 
 def data_files(recipe: Recipe) -> list[Finding]:
@@ -45,7 +49,8 @@ def _data_file(field: str, path) -> Finding:
                     continue
                 opened += 1
     except DataError as error:
-        return Finding(name, PROBLEM, first_line(str(error), 240), f"omnitrain prepare --help  # then --set {field}=FILE")
+        fix = f"omnitrain prepare --help  # one of its data sets; write it to {quote(str(path.parent))}"
+        return Finding(name, PROBLEM, first_line(str(error), 240), fix)
     media = f", {opened} media files of the first rows decode" if opened else ""
     return Finding(name, OK, f"{path}: {len(rows)} rows{media}")
 
@@ -57,12 +62,20 @@ def model(recipe: Recipe) -> Finding:
     try:
         checkpoint = Checkpoint(recipe.model.path)
     except ModelError as error:
-        fix = "omnitrain prepare tiny qwen3_omni DIR  # or download the model, then --set model.path=DIR"
-        return Finding("recipe model", PROBLEM, first_line(str(error), 240), fix)
+        return Finding("recipe model", PROBLEM, first_line(str(error), 240), _model_fix(recipe.model.path))
     return Finding("recipe model", OK, f"{checkpoint.path}: all weight files are there")
 
 
-def reward(recipe: Recipe, index: int) -> Finding:
+def _model_fix(path: str) -> str:
+    """A download where `path` is a hub name; where it is a directory, a random model to try the recipe with."""
+    if hub_name(path):
+        return f"hf download {path}"
+    if Path(path).exists():  # something is there, and nothing may be written over it
+        return f"ls -l {quote(path)}"
+    return f"omnitrain prepare tiny qwen3_omni {quote(path)}  # a tiny random model; or correct model.path"
+
+
+def reward(recipe: Recipe, index: int, files: list[str] = ["recipe.toml"]) -> Finding:
     """A reward's function imports, in a process of its own as in a run."""
     spec, name = recipe.rewards[index], f"recipe rewards[{index}]"
     known = {"kind": spec.kind, "function": getattr(spec, "function", None)}
@@ -70,45 +83,66 @@ def reward(recipe: Recipe, index: int) -> Finding:
     outcome = run_python(["-c", code], timeout=120)
     what = known["function"] or spec.kind
     if outcome.code:
-        fix = "export PYTHONPATH=DIRECTORY_OF_THE_MODULE" if known["function"] else "make install"
+        fix = _module_fix(known["function"], files) if known["function"] else "make install"
         return Finding(name, PROBLEM, f"{what}: {outcome.reason()}", fix)
     return Finding(name, OK, f"{what} imports")
 
 
-def starting_weights(recipe: Recipe) -> Finding:
-    """The run whose weights this one starts from has a whole checkpoint."""
-    from pathlib import Path
+def _module_fix(function: str, files: list[str]) -> str:
+    """The module's directory on the path where it lies beside a recipe and not here; else its own traceback."""
+    module = function.partition(":")[0].split(".")[0]
+    for folder in (Path(file).absolute().parent for file in files):
+        there = (folder / f"{module}.py").exists() or (folder / module).is_dir()
+        if there and folder != Path.cwd():
+            return f'export PYTHONPATH={quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+    return f"python -c 'import {function.partition(':')[0]}'  # in {quote(str(Path.cwd()))}, where the module is looked for"
 
+
+def starting_weights(recipe: Recipe, files: list[str] = ["recipe.toml"]) -> Finding:
+    """The run whose weights this one starts from has a whole checkpoint."""
     from omnitrain.rundir import RunDir, latest_checkpoint
 
     run = RunDir(Path(recipe.model.init_from))
     newest, _ = latest_checkpoint(run.checkpoints) if run.checkpoints.is_dir() else (None, [])
     if newest is None:
-        fix = f"omnitrain train {run.recipe_file}" if run.recipe_file.exists() else "omnitrain train RECIPE --unset model.init_from"
+        fix = f"omnitrain train {' '.join(map(quote, files))} --unset model.init_from"
+        if run.recipe_file.exists():
+            fix = f"omnitrain train {quote(str(run.recipe_file))} --run-dir {quote(str(run.path))}"
         return Finding("recipe init_from", PROBLEM, f"{run.path} holds no whole checkpoint", fix)
     return Finding("recipe init_from", OK, str(newest))
 
 
-def memory(recipe: Recipe, devices: int | None, memory_gib: float | None) -> Finding:
+def memory(
+    recipe: Recipe, devices: int | None, memory_gib: float | None, files: list[str] = ["recipe.toml"]
+) -> Finding:
     """The plan's verdict for the accelerators of this machine."""
     from omnitrain.launch import visible_accelerators
     from omnitrain.recipe.plan import make_plan
 
+    command = f"omnitrain plan {' '.join(map(quote, files))}"
     found = visible_accelerators()
     count = devices or found.count
     memory_gib = memory_gib or _memory_of_one(found.kind, count)
     try:
         plan = make_plan(recipe, count, memory_gib)
     except OmnitrainError as error:
-        return Finding("recipe memory", PROBLEM, first_line(str(error), 240), "omnitrain plan RECIPE --devices N")
+        fix = f"{command} --devices {_fitting(recipe, count)}"
+        return Finding("recipe memory", PROBLEM, first_line(str(error), 240), fix)
     where = f"{count} x {found.kind} with {memory_gib:.1f} GiB" if memory_gib else f"{count} x {found.kind}"
     if plan.verdict == "fits":
         return Finding("recipe memory", OK, f"fits {where}")
     if plan.verdict is None:
         missing = "the model's sizes are" if memory_gib else "the memory of an accelerator is"
-        return Finding("recipe memory", WARNING, f"no verdict: {missing} not known", "omnitrain plan RECIPE --memory GIB")
+        fix = f"{command} --devices {count} --memory 80"
+        return Finding("recipe memory", WARNING, f"no verdict: {missing} not known", fix)
     status = WARNING if plan.verdict == "tight" else PROBLEM
-    return Finding("recipe memory", status, f"{plan.verdict} on {where}", plan.knob or "omnitrain plan RECIPE")
+    return Finding("recipe memory", status, f"{plan.verdict} on {where}", plan.knob or command)
+
+
+def _fitting(recipe: Recipe, count: int) -> int:
+    """The least number of devices, `count` or more, that the engines divide."""
+    parallel = getattr(recipe.rollout, "tensor_parallel", 1)
+    return -(-count // parallel) * parallel
 
 
 def _memory_of_one(kind: str, count: int) -> float | None:

@@ -28,9 +28,10 @@ def agreement_recipe(recipe: Recipe, folder: Path, *, dtype: str | None = None, 
     """
     from omnitrain.recipe.loader import resolved, validated
 
-    data = resolved(recipe).model_dump(mode="json", by_alias=True, exclude_none=True)
+    data = resolved(recipe).plain()
     data["data"] |= {"train": str(write_prompts(folder / "prompts.parquet", per_modality)), "overlong": "error"}
     data["data"].pop("validation", None)
+    data["checkpoint"].pop("keep_best", None)  # it may name a metric of the validation
     data["rewards"] = [{"kind": "choice"}]
     data["model"]["dtype"] = dtype or recipe.model.dtype
     data["trackers"] = {}

@@ -40,8 +40,9 @@ GATES: dict[str, Gate] = {
         'Set rollout.sleep = "kv", or "off" if memory allows.',
     ),
     "g3": Gate(
-        "every trained LoRA module is bound in the engine",
-        "The modules trained against those that the engine took, by name and by count; the count is above 0.",
+        "every trained tensor is bound in the engine",
+        "The tensors trained (LoRA modules, or whole weights) against those that the engine took, by name and by count; the "
+        "count is above 0.",
         (
             "model.lora.targets match no module",
             "the engine fuses projections (q, k and v), and only some parts were sent",
@@ -79,7 +80,7 @@ GATES: dict[str, Gate] = {
             "router flips of a mixture of experts in bfloat16",
             "the engine has stale weights (see g1)",
         ),
-        "`omnitrain bench --agreement` shows the gap by modality; float32 separates rounding from a bug.",
+        "`omnitrain bench RECIPE --agreement` shows the gap by modality; float32 separates rounding from a bug.",
     ),
     "g7": Gate(
         "the engine's prompt ids equal the processor's",

@@ -98,7 +98,7 @@ def check_files(loaded: Loaded, missing_ok: bool = False) -> None:
 
 def resolved(recipe: Recipe) -> Recipe:
     """The same recipe with absolute paths, so that it runs from any directory."""
-    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    data = recipe.plain()
     for field in ("train", "validation"):
         if field in data["data"]:
             data["data"][field] = str(Path(data["data"][field]).absolute())
@@ -133,9 +133,9 @@ def flatten(recipe: Recipe) -> dict[sources.Key, Any]:
 
 
 def dump(recipe: Recipe) -> str:
-    """TOML text, defaults written out, that loads to an equal recipe."""
+    """TOML text, defaults written out (but for fields without effect), that loads to an equal recipe."""
     lines: list[str] = []
-    _table(lines, "", recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+    _table(lines, "", recipe.plain())
     return "\n".join(lines).strip() + "\n"
 
 

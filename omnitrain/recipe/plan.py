@@ -106,6 +106,7 @@ def make_plan(recipe: Recipe, devices: int, memory_gib: float | None = None) -> 
     _check_parallel(recipe, devices, sizes)
     _check_targets(recipe, sizes)
     _check_length(recipe, sizes)
+    check_micro_batch(recipe)
     rows = count_rows(recipe.data.train) if recipe.data.train.is_file() else None
     batch = _batch(recipe, devices, rows)
     plan = Plan(devices, memory_gib, batch, sizes, (), None, None, None, None, None, None, ())
@@ -121,9 +122,10 @@ def _check_parallel(recipe: Recipe, devices: int, sizes: Sizes | None) -> None:
     if devices % parallel:
         near = sorted({max(parallel, devices // parallel * parallel), (devices // parallel + 1) * parallel})
         fits = [str(n) for n in range(1, devices + 1) if devices % n == 0 and (sizes is None or sizes.heads % n == 0)]
+        elsewhere = ", or plan another machine by `--devices 4 --memory 80`," if devices == 1 and 4 % parallel == 0 else ""
         raise RecipeError(
             f"rollout.tensor_parallel = {parallel} does not divide the number of devices, {devices}; use "
-            f"--devices {' or '.join(str(n) for n in near)}, or set rollout.tensor_parallel to {' or '.join(fits)}"
+            f"--devices {' or '.join(str(n) for n in near)}{elsewhere} or set rollout.tensor_parallel to {' or '.join(fits)}"
         )
     if sizes is not None and sizes.heads % parallel:
         raise RecipeError(
@@ -161,6 +163,19 @@ def _check_length(recipe: Recipe, sizes: Sizes | None) -> None:
         raise RecipeError(
             f"data.max_prompt_tokens{name} = {values} is more than the model's {longest} positions "
             f"(max_position_embeddings, {sizes.source}); lower {'one of them' if new else 'it'}"
+        )
+
+
+def check_micro_batch(recipe: Recipe) -> None:
+    """RecipeError if the longest sequence a rollout may make is more than one micro-batch holds."""
+    if recipe.rollout is None:
+        return
+    prompt, new, most = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens, recipe.train.max_tokens_per_device
+    if prompt + new > most:
+        raise RecipeError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {new} = {prompt + new} is more than "
+            f"train.max_tokens_per_device = {most}: a sequence of that length fits no micro-batch; set "
+            f"train.max_tokens_per_device to {prompt + new} or more, or lower one of the other two"
         )
 
 
@@ -244,7 +259,7 @@ def _candidates(recipe: Recipe, plan: Plan):
 
 
 def _changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    data = recipe.plain()
     for path, value in changes.items():
         table, name = path.split(".")
         data[table][name] = value
@@ -263,10 +278,10 @@ def _warnings(recipe: Recipe, plan: Plan):
             "a step repeats rows"
         )
     longest = recipe.data.max_prompt_tokens + (recipe.rollout.max_new_tokens if recipe.rollout else 0)
-    if longest > train.max_tokens_per_device:
+    if recipe.rollout is None and longest > train.max_tokens_per_device:
         yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than train.max_tokens_per_device = "
-            f"{train.max_tokens_per_device}: a sequence of that length would stop the run"
+            f"data.max_prompt_tokens = {longest} is more than train.max_tokens_per_device = "
+            f"{train.max_tokens_per_device}: a prompt of that length would stop the run"
         )
     if batch.engines > batch.prompts_per_step:
         yield f"{batch.engines} engines share {batch.prompts_per_step} prompts a step: some have nothing to do"

@@ -16,6 +16,11 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "less than"),
 }
+# Fields with a pattern.
+_FORMS = {
+    "function": 'of the form "module:function"',
+    "name": "a name of letters, digits, dots, dashes and underscores that begins with a letter or a digit",
+}
 
 
 def recipe_error(error: ValidationError, tree: Tree, documents: list[Document]) -> RecipeError:
@@ -100,7 +105,7 @@ def _describe(path: Key, items: list[dict], tree: Tree) -> tuple[str, str | None
         key, words = _BOUNDS[kind]
         return f"{name} = {literal(value)} must be {words} {context[key]:g}", None
     if kind == "string_pattern_mismatch":
-        return f"{name} = {literal(value)} is not of the form {context['pattern']}: {_doc(path)}", None
+        return f"{name} = {literal(value)} is not {_form(path)}", None
     if kind == "finite_number":
         return f"{name} = {literal(value)} must be a finite number", None
     if kind in ("too_long", "too_short"):
@@ -113,8 +118,15 @@ def _describe(path: Key, items: list[dict], tree: Tree) -> tuple[str, str | None
             text += f"""; write --set '{name}="{literal(value)}"'"""
         elif isinstance(value, str) and "string" not in wanted and literal(value).strip('"').replace(".", "").isdigit():
             text += f"; write {name} = {value} without quotes"
+        elif isinstance(value, dict) and isinstance(path[-1], str) and wanted == "a list of tables":
+            text += f"; write [[{name}]]"
         return text, None
     return f"{name}: {item['msg'][:1].lower()}{item['msg'][1:]}", None
+
+
+def _form(path: Key) -> str:
+    """What a pattern asks for, as a user would say it."""
+    return _FORMS.get(str(path[-1])) or f"of the right form: {_doc(path)}"
 
 
 def _unknown(path: Key, models: tuple, value: Any, tree: Tree) -> tuple[str, str | None]:

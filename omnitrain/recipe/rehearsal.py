@@ -21,7 +21,7 @@ def rehearsal(recipe: Recipe, workdir: Path) -> tuple[Recipe, list[str]]:
     recipe's own where their file is here; a missing file becomes `workdir/data/<name>` (the caller writes synthetic
     rows there). Paths are absolute.
     """
-    data = resolved(recipe).model_dump(mode="json", by_alias=True, exclude_none=True)
+    data = resolved(recipe).plain()
     said: list[str] = []
 
     def put(path: str, value: Any, why: str = "") -> None:
@@ -60,10 +60,11 @@ def rehearsal(recipe: Recipe, workdir: Path) -> tuple[Recipe, list[str]]:
     if recipe.data.validation is not None:
         put("validate.every", 1)
         put("validate.max_rows", min(PROMPTS, recipe.validate_.max_rows or PROMPTS))
-    if recipe.validate_.max_new_tokens is not None:
+    if recipe.rollout is not None and recipe.validate_.max_new_tokens is not None:
         put("validate.max_new_tokens", min(NEW_TOKENS, recipe.validate_.max_new_tokens))
     put("checkpoint.every", 1)
-    put("samples.every", 1)
+    if recipe.algorithm.online:
+        put("samples.every", 1)
     put("trackers.wandb", None, "a rehearsal stays off the network")
     return validated(data), said
 

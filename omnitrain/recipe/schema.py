@@ -1,6 +1,7 @@
 """The recipe: one pydantic model per TOML table. Imports no torch."""
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -10,6 +11,10 @@ from omnitrain.models.qwen3_omni.spec import Qwen3OmniModel
 from omnitrain.recipe.base import Section
 
 GATES = ("g1", "g2", "g3", "g5", "g6", "g7", "g9", "g10")
+
+# Fields that only sampling or the gates read: an offline algorithm does neither.
+_DECODING = ("validate.temperature", "validate.top_p", "validate.top_k", "validate.max_new_tokens")
+ONLINE_ONLY = (*_DECODING, "samples.every", "samples.groups", "gates.skip")
 
 # One line per family; with a second one this becomes Annotated[Union[...], Field(discriminator="family")].
 Model = Qwen3OmniModel
@@ -134,6 +139,9 @@ Rollout = Annotated[
 ]
 
 
+_NUMBER = re.compile(r"[-+0-9.eE]+")
+
+
 class _Reward(Section):
     weight: float = 1.0
     """Weight in the sum of rewards."""
@@ -141,15 +149,17 @@ class _Reward(Section):
     timeout: float = Field(30.0, gt=0)
     """Seconds one sample may take."""
 
-    on_failure: str = Field("fail", pattern=r"^(fail|skip|value:[-+0-9.eE]+)$")
+    on_failure: str = "fail"
     """"fail" stops the run, "skip" leaves the sample out, "value:x" uses x instead."""
 
     @field_validator("on_failure")
     @classmethod
     def _number(cls, value: str) -> str:
-        text = value.partition(":")[2]
+        text = value.removeprefix("value:")
+        if text == value and value not in ("fail", "skip"):
+            raise ValueError(f'on_failure = "{value}" is not "fail", "skip" or "value:NUMBER"')
         try:
-            finite = not text or math.isfinite(float(text))
+            finite = text == value or (_NUMBER.fullmatch(text) and math.isfinite(float(text)))
         except ValueError:
             finite = False
         if not finite:
@@ -172,7 +182,11 @@ class MathReward(_Reward):
 
 
 class PythonReward(_Reward):
-    """A function of your own: `function(response: str, row: dict) -> float`."""
+    """A function of your own: `function(response: str, row: dict) -> float`, one finite number.
+
+    `row` has id (str), answer (str or None; of choice data "<answer>A</answer>"), source (str) and meta (dict).
+    What it prints goes to logs/rewards_RANK.log. See docs/rewards.md.
+    """
 
     kind: Literal["python"]
     """The reward."""
@@ -367,4 +381,20 @@ class Recipe(Section):
             for table in ("rollout", "rewards"):
                 if getattr(self, table):
                     raise ValueError(f'[{table}] has no effect with algorithm.kind = "{kind}"; remove it')
+            tables = {"validate": self.validate_, "samples": self.samples, "gates": self.gates}
+            for field in ONLINE_ONLY:
+                table, name = field.split(".")
+                if name in tables[table].model_fields_set:
+                    raise ValueError(f'{field} has no effect with algorithm.kind = "{kind}"; remove it')
+        best = self.checkpoint.keep_best
+        if best is not None and best.metric.startswith("val/") and self.data.validation is None:
+            raise ValueError(f"checkpoint.keep_best.metric = {best.metric} needs data.validation")
         return self
+
+    def plain(self) -> dict[str, Any]:
+        """Plain data that validates to an equal recipe: absent values and fields without effect are left out."""
+        data = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        for field in () if self.algorithm.online else ONLINE_ONLY:
+            table, name = field.split(".")
+            data[table].pop(name, None)
+        return data

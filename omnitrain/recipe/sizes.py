@@ -61,3 +61,8 @@ class Sizes:
         """KV cache of one token on one rank. A head cannot be split, so small head counts are repeated."""
         heads = max(1, self.kv_heads // tensor_parallel)
         return 2 * self.layers * heads * self.head_dim * width
+
+
+def hub_name(name: str) -> bool:
+    """Whether `name` can be a model's name on the hub, org/name, rather than a path."""
+    return name.count("/") == 1 and all(name.split("/")) and not name.startswith((".", "/", "~"))

@@ -139,6 +139,9 @@ def read(path: Path) -> tuple[Document, dict[str, Any]]:
     try:
         text = path.read_bytes().decode("utf-8").replace("\r\n", "\n").removeprefix("\ufeff")
     except FileNotFoundError:
+        if found := _shipped(name):
+            hint = f"it ships with omnitrain: `omnitrain recipes copy {found}`"
+            raise RecipeError(f"no recipe file {name}; {hint}") from None
         near = similar(path.stem, [item.stem for item in path.parent.glob("*.toml")])
         hint = f"did you mean {path.parent / near}.toml?" if near else "see `omnitrain recipes` for the ones that ship"
         raise RecipeError(f"no recipe file {name}; {hint}") from None
@@ -153,6 +156,15 @@ def read(path: Path) -> tuple[Document, dict[str, Any]]:
         start = min(error.pos, max(0, len(text) - 1))
         what = error.msg[:1].lower() + error.msg[1:]
         raise RecipeError(f"{document.head(start)} not TOML: {what}\n{document.excerpt(start, start + 1)}") from None
+
+
+def _shipped(name: str) -> str | None:
+    """The name of the shipped recipe that `name` names, or None."""
+    from omnitrain.recipe.shipped import all_shipped
+
+    wanted = name.removeprefix("recipes/").removesuffix(".toml")
+    found = [recipe.name for recipe in all_shipped() if wanted in (recipe.name, recipe.path.stem)]
+    return found[0] if len(found) == 1 else None
 
 
 _STEP = re.compile(r'(?P<name>[A-Za-z0-9_-]+|"[^"]*")(?P<indices>(?:\[\d+\])*)(?:\.(?=.)|$)')
@@ -252,7 +264,11 @@ def _enter(tree: Tree, path: Key, below: str | int, flag: str, place: Callable[[
     elif value is None:
         tree.put(path, {}, place)
     elif isinstance(value, list):
-        raise RecipeError(f"{flag}: {dotted(path)} is a list; name an item, as {dotted(path)}[0].{below}")
+        item, rest = (f"[{below}]", "") if below.isdigit() else ("[0]", f".{below}")
+        wanted = flag.removeprefix("--set ").split("=")[0].rstrip("+")
+        if below.isdigit() and (behind := wanted.removeprefix(f"{dotted(path)}.{below}")) != wanted:
+            rest = behind
+        raise RecipeError(f"{flag}: {dotted(path)} is a list; name an item, as {dotted(path)}{item}{rest}")
     elif not isinstance(value, dict):
         raise RecipeError(f"{flag}: {dotted(path)} is {literal(value)}, not a table")
 

@@ -9,6 +9,13 @@ from pathlib import Path
 
 # A phase that METRICS gives a time of its own but that is no part of time/step.
 _NOT_PHASES = ("time/step", "time/overhead_share", "time/validate", "time/checkpoint")
+# In the order of a step.
+_PHASES = (
+    "time/data", "time/wake_sleep", "time/sync", "time/rollout", "time/reward_wait", "time/exchange",
+    "time/old_logprobs", "time/update", "time/logging",
+)  # fmt: skip
+WIDE = 30.0
+"""A loss whose largest value is so many times its smallest is drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -56,85 +63,133 @@ def _names(lines: list[dict], wanted: Callable[[str], bool]) -> list[str]:
     return sorted({name for values in lines for name in values if wanted(name)})
 
 
-def _lines(axis, lines: list[dict], names: list[str], *, log: bool = False, marker: str | None = None) -> bool:
-    """Draw the named metrics into one axis; False when there was nothing to draw."""
-    drawn = [s for s in (series(lines, name) for name in names) if s.steps]
+def _present(lines: list[dict], names: list[str]) -> list[Series]:
+    return [found for name in names if (found := series(lines, name)).steps]
+
+
+def _draw(axis, drawn: list[Series], *, marker: str | None = None, dashed: tuple[str, ...] = ()) -> None:
+    """Draw series into one axis, with a legend; those named in `dashed` let one below them show."""
+    if not drawn:
+        return
     for s in drawn:
         single = "o" if len(s.steps) == 1 else marker
-        axis.plot(s.steps, s.values, label=s.name, marker=single, markersize=3, linewidth=1.2)
-    if log and any(value > 0 for s in drawn for value in s.values):
-        # A difference of exactly 0 has no logarithm and is the best there is: draw it on the floor.
-        floor = min(value for s in drawn for value in s.values if value > 0)
-        axis.set_yscale("symlog", linthresh=floor)
-    if drawn:
-        axis.legend(fontsize=7)
-    return bool(drawn)
+        style = "--" if s.name in dashed else "-"
+        axis.plot(s.steps, s.values, style, label=s.name, marker=single, markersize=3, linewidth=1.2)
+    # A correlation of 0.99999 must not be written as an offset at the axis's end.
+    axis.ticklabel_format(axis="y", useOffset=False)
+    axis.legend(fontsize=7)
+
+
+def _log(axis, drawn: list[Series]) -> None:
+    """A logarithmic axis for differences. One of exactly 0 is the best there is: it is drawn on the floor."""
+    values = [value for s in drawn for value in s.values]
+    positive = [value for value in values if value > 0]
+    if len(positive) == len(values):
+        axis.set_yscale("log")
+    elif positive:
+        axis.set_yscale("symlog", linthresh=min(positive))
+        axis.set_ylim(bottom=0)
+
+
+def _panels(figure, panels: list[list[Series]]) -> list:
+    """One axis per panel that has something to show, above each other; drawn in order."""
+    shown = [panel for panel in panels if panel]
+    if not shown:
+        return []
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, panel in zip(axes, shown, strict=True):
+        _draw(axis, panel)
+    return list(zip(axes, shown, strict=True))
+
+
+def _spread(mean: Series, std: Series) -> tuple[list[float], list[float]]:
+    """Lower and upper edge of mean +- std, without the part that rewards between 0 and 1 cannot reach."""
+    pairs = list(zip(mean.values, std.values, strict=True))
+    # No distribution on [0, 1] has a larger variance than m (1 - m): a larger one shows rewards beyond it.
+    unit = all(0 <= m <= 1 and s * s <= m * (1 - m) + 1e-9 for m, s in pairs)
+    low, high = [m - s for m, s in pairs], [m + s for m, s in pairs]
+    return ([max(0.0, x) for x in low], [min(1.0, x) for x in high]) if unit else (low, high)
 
 
 def _reward(figure, lines):
-    axis = figure.subplots()
     mean, std = series(lines, "train/reward_mean"), series(lines, "train/reward_std")
-    spread = dict(zip(std.steps, std.values, strict=True))
-    if all(step in spread for step in mean.steps):
-        low = [value - spread[step] for step, value in zip(mean.steps, mean.values, strict=True)]
-        high = [value + spread[step] for step, value in zip(mean.steps, mean.values, strict=True)]
-        axis.fill_between(mean.steps, low, high, alpha=0.15, linewidth=0)
-    trained = _lines(axis, lines, ["train/reward_mean"])
-    validated = _lines(
-        axis, lines, _names(lines, lambda n: n.startswith("val/") and n.endswith(("/reward", "/accuracy"))), marker="o"
-    )
-    return trained or validated
+    trained = _present(lines, ["train/reward_mean"])
+    validated = _present(lines, _names(lines, lambda n: n.startswith("val/") and n.endswith(("/accuracy", "/reward"))))
+    if not trained and not validated:
+        return False
+    axis = figure.subplots()
+    if trained and mean.steps == std.steps:
+        axis.fill_between(mean.steps, *_spread(mean, std), alpha=0.15, linewidth=0, label="mean ± std")
+    by_name = {s.name: s for s in validated}
+    accuracies = {name: by_name.get(name.removesuffix("reward") + "accuracy") for name in by_name}
+    same = [
+        n for n, s in by_name.items() if n.endswith("/reward") and accuracies[n] and accuracies[n].values == s.values
+    ]
+    _draw(axis, trained)
+    _draw(axis, validated, marker="o", dashed=tuple(same))
+    return True
 
 
 def _loss(figure, lines):
+    trained = _present(lines, ["train/loss", "train/kl"])
+    validated = _present(lines, _names(lines, lambda n: n.startswith("val/") and n.endswith("/loss")))
+    drawn = trained + validated
+    if not drawn:
+        return False
     axis = figure.subplots()
-    trained = _lines(axis, lines, ["train/loss", "train/kl"])
-    validated = _lines(axis, lines, _names(lines, lambda n: n.startswith("val/") and n.endswith("/loss")), marker="o")
-    return trained or validated
+    _draw(axis, trained)
+    _draw(axis, validated, marker="o")
+    values = [value for s in drawn for value in s.values]
+    if min(values) > 0 and max(values) > WIDE * min(values):
+        axis.set_yscale("log")
+    return True
 
 
 def _agreement(figure, lines):
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    pearson = _lines(top, lines, ["rollout/pearson"])
-    differences = _lines(bottom, lines, ["rollout/logp_diff_mean", "rollout/logp_diff_max", "rollout/k3"], log=True)
-    return pearson or differences
+    pearson = [
+        Series("1 - rollout/pearson", s.steps, [max(0.0, 1 - value) for value in s.values])
+        for s in _present(lines, ["rollout/pearson"])
+    ]
+    differences = _present(lines, ["rollout/logp_diff_mean", "rollout/logp_diff_max", "rollout/k3"])
+    panels = _panels(figure, [pearson, differences])
+    for axis, drawn in panels:
+        _log(axis, drawn)
+    return bool(panels)
 
 
 def _ratio(figure, lines):
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    ratio = _lines(top, lines, ["train/ratio_mean", "train/ratio_max"])
-    clips = _lines(bottom, lines, ["train/clip_low_fraction", "train/clip_high_fraction"])
-    return ratio or clips
+    ratio = _present(lines, ["train/ratio_mean", "train/ratio_max"])
+    clips = _present(lines, ["train/clip_low_fraction", "train/clip_high_fraction"])
+    return bool(_panels(figure, [ratio, clips]))
 
 
 def _gradient(figure, lines):
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    norm = _lines(top, lines, ["train/grad_norm"])
-    rate = _lines(bottom, lines, ["train/learning_rate"])
-    return norm or rate
+    return bool(_panels(figure, [_present(lines, ["train/grad_norm"]), _present(lines, ["train/learning_rate"])]))
 
 
 def _exploration(figure, lines):
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    entropy = _lines(top, lines, ["train/entropy"])
-    groups = _lines(bottom, lines, ["train/zero_std_ratio", "rollout/truncated_ratio"])
-    return entropy or groups
+    entropy = _present(lines, ["train/entropy"])
+    groups = _present(lines, ["train/zero_std_ratio", "rollout/truncated_ratio"])
+    return bool(_panels(figure, [entropy, groups]))
 
 
 def _phases(figure, lines):
-    axis = figure.subplots()
-    names = _names(lines, lambda n: n.startswith("time/") and n not in _NOT_PHASES)
+    found = _names(lines, lambda n: n.startswith("time/") and n not in _NOT_PHASES)
+    names = [name for name in _PHASES if name in found] + [name for name in found if name not in _PHASES]
     steps = series(lines, "time/step").steps
-    by_step = {values["step"]: values for values in lines}
-    stacks = [[by_step[step].get(name) or 0.0 for step in steps] for name in names]
     if not steps or not names:
         return False
+    axis = figure.subplots()
+    by_step = {values["step"]: values for values in lines}
     base = [0.0] * len(steps)
-    for name, values in zip(names, stacks, strict=True):
+    for name in names:
+        values = [by_step[step].get(name) or 0.0 for step in steps]
         axis.bar(steps, values, width=1.0, bottom=base, label=name)
         base = [a + b for a, b in zip(base, values, strict=True)]
+    axis.set_ylim(0, 1.05 * max(base))
     axis.set_ylabel("seconds")
-    axis.legend(fontsize=7)
+    # From the top down as the bars are stacked.
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
     return True
 
 

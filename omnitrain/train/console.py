@@ -15,7 +15,8 @@ class Console:
         self.total_steps = total_steps
         self._quiet = quiet
         self._live = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self._last_beat = time.monotonic()
+        self._phase = ""
+        self._phase_start = self._last_beat = time.monotonic()
         self._started = time.monotonic()
         self._first_step: int | None = None
 
@@ -24,11 +25,17 @@ class Console:
         if not self._quiet:
             print(("\r\x1b[K" if self._live else "") + text, flush=True)
 
+    def begin(self, phase: str) -> None:
+        """A wait begins, of which the next beats tell; `phase` says where the run is, as "step 4"."""
+        self._phase = phase
+        self._phase_start = self._last_beat = time.monotonic()
+
     def beat(self, text: str) -> None:
-        """What is being waited for: in place on a terminal, every 30 seconds elsewhere."""
+        """How far the wait is: in place on a terminal; elsewhere every 30 seconds, so a short wait prints nothing."""
         if self._quiet:
             return
         now = time.monotonic()
+        text = f"{self._phase}: {text}, {now - self._phase_start:.0f} s"
         if self._live and now - self._last_beat > 0.1:
             print(f"\r\x1b[K{text}", end="", flush=True)
             self._last_beat = now

@@ -18,6 +18,7 @@ from omnitrain.train.checkpoint import Checkpointer
 from omnitrain.train.console import Console
 from omnitrain.train.distributed import Ranks
 from omnitrain.train.metrics import MetricsFile
+from omnitrain.train.notices import Notices
 from omnitrain.train.trackers import Sinks
 
 
@@ -39,12 +40,22 @@ class Context:
     sinks: Sinks | None
     """Rank 0's alone."""
 
+    def __post_init__(self) -> None:
+        self._notices = Notices(self.console.say)
+
     def log(self, values: dict[str, Any]) -> None:
         """Write one step's metrics; a no-op except on rank 0."""
         if self.metrics:
             self.metrics.write(values)
             self.sinks.log(values["step"], values)
             self.console.step(values)
+            self._notices.step(values)
+
+    def finish(self, steps: int, updates: int) -> None:
+        """Say that the run is done and where its results are."""
+        self._notices.end()
+        kinds = "metrics, samples, checkpoints" if self.recipe.algorithm.online else "metrics, checkpoints"
+        self.console.say(f"done: {steps} steps, {updates} updates; {kinds} and plots in {self.run.path}")
 
     def stop(self) -> str | None:
         """What the user asked for: None, "step" or "update". Agreed by all ranks.
@@ -67,6 +78,15 @@ class Context:
         if spec.epochs:
             limits.append(max(1, spec.epochs * len(self.train_rows) // spec.prompts_per_step))
         return min(limits)
+
+    def check_start(self, step: int) -> None:
+        """Between the parts of a start-up, before the first step, which is `step`. Collective.
+
+        Raises:
+            Interrupted: the user asked to stop. Nothing was trained yet, so nothing is saved.
+        """
+        if self.stop():
+            raise Interrupted(f"stopped before step {step}; nothing new to save")
 
     def interrupted(self, step: int) -> Interrupted:
         return Interrupted(f"stopped after step {step}; run the same command again to go on")

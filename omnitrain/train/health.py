@@ -7,7 +7,7 @@ import torch
 from omnitrain.algorithms.agreement import agreement
 from omnitrain.data.sample import Sample
 from omnitrain.rewards.scorer import Scorer
-from omnitrain.train.updates import Update, UpdateStats
+from omnitrain.train.updates import Update, UpdateStats, largest
 
 LogProbs = dict[tuple[int, int], list[float]]
 """Token log-probs by (group, child)."""
@@ -76,7 +76,7 @@ def update_metrics(updates: list[Update], shares: list[list[UpdateStats]], secon
         for name, value in stats.sums.items():
             sums[name] = sums.get(name, 0.0) + value
         for name, value in stats.maxima.items():
-            maxima[name] = max(maxima.get(name, value), value)
+            maxima[name] = largest([maxima.get(name, value), value])
     units = sum(u.units for u in updates)
     tokens = sum(s.tokens for share in shares for s in share)
     whole = sum(len(s.prompt_ids) + len(s.tokens) for u in updates for s in u.samples)
@@ -92,7 +92,7 @@ def update_metrics(updates: list[Update], shares: list[list[UpdateStats]], secon
             "train/ratio_max": maxima["ratio_max"],
             "train/clip_low_fraction": sums["clip_low_count"] / units,
             "train/clip_high_fraction": sums["clip_high_count"] / units,
-            "train/log_ratio_first": max(share[0].maxima.get("abs_log_ratio_max", 0.0) for share in shares),
+            "train/log_ratio_first": largest([share[0].maxima.get("abs_log_ratio_max", 0.0) for share in shares]),
         }
     if "kl_sum" in sums:
         values["train/kl"] = sums["kl_sum"] / units

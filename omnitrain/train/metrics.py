@@ -10,7 +10,7 @@ from typing import Any
 
 METRICS: dict[str, str] = {
     "step": "Step, counted from 1; a step is one rollout. Step 0 is the state before training.",
-    "epoch": "Passes over the training rows begun so far.",
+    "epoch": "Passes over the training rows completed.",
     "train/reward_mean": "Mean reward over the step's samples, failed ones left out.",
     "train/reward_std": "Standard deviation of the same.",
     "train/zero_std_ratio": "Share of groups whose rewards are all equal: they teach nothing.",

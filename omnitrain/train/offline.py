@@ -41,12 +41,13 @@ class OfflineLoop:
         self._carried: dict[str, float] = {}
 
     def run(self) -> None:
-        """Train until the last step. Raises Interrupted when the user asked to stop; the checkpoint is saved."""
+        """Train until the last step. Raises Interrupted when the user asked to stop; what was trained is saved."""
         if not self.state.resumed and self.recipe.validate_.at_start and self.validation:
             self.context.log({"step": 0} | self.validate())
+        self.context.check_start(self.state.step + 1)
         while self.state.step < self.state.total_steps:
             self.step()
-        self.context.console.say(f"done: {self.state.step} steps, {self.state.updates} updates")
+        self.context.finish(self.state.step, self.state.updates)
 
     def step(self) -> None:
         """One step: rows, their targets, the updates, and what the step's number asks for."""

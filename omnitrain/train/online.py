@@ -20,7 +20,7 @@ from omnitrain.train.prompts import PromptSource
 from omnitrain.train.rollouts import Rollouts
 from omnitrain.train.samples import write_samples
 from omnitrain.train.state import TrainState
-from omnitrain.train.updates import UpdateStats, plan_updates, run_update, score_batches
+from omnitrain.train.updates import UpdateStats, largest, plan_updates, run_update, score_batches
 
 OVERHEAD = ("sync", "wake_sleep", "reward_wait", "exchange", "logging")
 
@@ -43,12 +43,13 @@ class OnlineLoop:
         self._carried: dict[str, float] = {}
 
     def run(self) -> None:
-        """Train until the last step. Raises Interrupted when the user asked to stop; the checkpoint is saved."""
+        """Train until the last step. Raises Interrupted when the user asked to stop; what was trained is saved."""
         if not self.state.resumed and self.recipe.validate_.at_start and self.validation:
             self.context.log({"step": 0, "rollout/engine": self.rollouts.engine.name} | self.validate())
+        self.context.check_start(self.state.step + 1)
         while self.state.step < self.state.total_steps:
             self.step()
-        self.context.console.say(f"done: {self.state.step} steps, {self.state.updates} updates")
+        self.context.finish(self.state.step, self.state.updates)
 
     def step(self) -> None:
         """One step: sync, sample and score, advantages, updates, and what the step's number asks for."""
@@ -115,6 +116,7 @@ class OnlineLoop:
                 score_batches(self.policy, updates, self.source.encode, temperature)
             trained = old_logprobs(updates)
         collected, norms = [], []
+        self.context.console.begin(f"step {step}")
         with clock.phase("update"):
             for index, update in enumerate(updates):
                 stats = run_update(
@@ -144,10 +146,10 @@ class OnlineLoop:
         """G5 in the loop: before a step's first optimizer update the current and the old policy are the same weights."""
         if self.recipe.algorithm.old_logprobs == "rollout" or "g5" in self.recipe.gates.skip:
             return
-        largest = max(self.ranks.gather(stats.maxima.get("abs_log_ratio_max", 0.0)))
-        if largest > self.log_ratio_tolerance:
+        found = largest(self.ranks.gather(stats.maxima.get("abs_log_ratio_max", 0.0)))
+        if not found <= self.log_ratio_tolerance:  # NaN is refused too
             raise GateRefused(
-                f"g5: step {step}: max |log ratio| is {largest:.3g} before the first update, more than "
+                f"g5: step {step}: max |log ratio| is {found:.3g} before the first update, more than "
                 f"{self.log_ratio_tolerance:.3g}: two passes of the trainer over the same weights disagree "
                 "(dropout, another packing, or weights that changed in between)"
             )
@@ -181,7 +183,8 @@ class OnlineLoop:
             self.context.log(values)
             if self.ranks.main and (last or step == 1 or step % self.recipe.samples.every == 0):
                 folder = self.context.run.samples / f"step_{step}"
-                write_samples(folder, self.context.train_rows, samples, self.recipe.samples.groups)
+                shown = self.context.processing.messages
+                write_samples(folder, self.context.train_rows, samples, self.recipe.samples.groups, shown)
         stop = self.context.stop()
         every = self.recipe.checkpoint.every
         if last or stop or (every and step % every == 0):

@@ -76,7 +76,8 @@ class Rollouts:
         """Answer every row `sampling.n` times and score the answers.
 
         rows: indices in `source`; the position in this list is the sample's group.
-        key: with the run's seed and the row's id it fixes the noise, whoever samples.
+        key: its first part is what the samples are for ("train", then with the step). With the run's seed and the
+            row's id it fixes the noise, whoever samples.
         stop: asked between samples; once true no further prompt is begun.
 
         Returns all ranks' samples on every rank, in (group, child) order.
@@ -102,6 +103,8 @@ class Rollouts:
             stop=stop,
         )
         mine: list[Sample] = []
+        where = f"step {key[1]}" if key[0] == "train" else key[0]
+        context.console.begin(where)
         with clock.phase("rollout"):
             for sample in self.engine.generate(queue.pull, sampling):
                 sample.policy_version = version
@@ -116,6 +119,7 @@ class Rollouts:
                 context.console.beat(f"sampled {len(mine)} of {total}")
         failures: dict[str, str] = {}
         if score:
+            context.console.begin(where)
             with clock.phase("reward_wait"):
                 failures = self._collect(mine)
         with clock.phase("exchange"):
@@ -128,7 +132,7 @@ class Rollouts:
 
     def _collect(self, samples: list[Sample]) -> dict[str, str]:
         """Write the rewards into the samples; returns why one of the skipped failed, by reward."""
-        waiting = lambda done, of: self.context.console.beat(f"waiting for reward {done}/{of}")  # noqa: E731
+        waiting = lambda done, of: self.context.console.beat(f"scored {done} of {of}")  # noqa: E731
         scored = self.scorer.collect(waiting, max_skipped=None)
         for index, sample in enumerate(samples):
             result = scored[index]

@@ -63,9 +63,9 @@ class Run:
         console = Console(quiet=not ranks.main)
         train_rows = RowFile(recipe.data.train)
         validation_rows = RowFile(recipe.data.validation) if recipe.data.validation else None
-        console.say(
-            f"{recipe.name}: {len(train_rows)} rows, {ranks.world} ranks on {ranks.device.type}, {recipe.model.dtype}"
-        )
+        count = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
+        console.say(f"{recipe.name}: {len(train_rows)} rows, {count} on {ranks.device.type}, {recipe.model.dtype}")
+        console.say("loading the policy")
         processing = Processing(
             recipe.model.path, system=recipe.data.system, max_prompt_tokens=recipe.data.max_prompt_tokens
         )
@@ -103,6 +103,7 @@ class Run:
         if state.step >= state.total_steps:
             context.console.say(f"finished already: {state.step} of {state.total_steps} steps")
             return
+        context.check_start(state.step + 1)
         try:
             loop = self._online(state) if self.recipe.algorithm.online else OfflineLoop(context, state)
             loop.run()
@@ -113,11 +114,14 @@ class Run:
     def _online(self, state: TrainState) -> OnlineLoop:
         context = self.context
         self.scorer.check()
+        context.console.say(f"starting {self.recipe.rollout.engine}, the rollout engine")
         engine = build_engine(self.recipe, ranks=self.ranks, policy=context.policy, processing=context.processing)
         self._engine = engine
+        context.check_start(state.step + 1)
         rollouts = Rollouts(context, engine, self.scorer)
         loop = OnlineLoop(context, rollouts, state)
         Gates(context, rollouts, loop).run()
+        context.check_start(state.step + 1)
         return loop
 
     def __exit__(self, kind, error, traceback) -> None:

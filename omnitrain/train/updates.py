@@ -7,6 +7,7 @@ are counted over all ranks before its first backward.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -101,9 +102,14 @@ class UpdateStats:
         for name, value in stats.items():
             value = float(value)
             if name.endswith("_max"):
-                self.maxima[name] = max(self.maxima.get(name, -float("inf")), value)
+                self.maxima[name] = largest([self.maxima.get(name, -math.inf), value])
             else:
                 self.sums[name] += value
+
+
+def largest(values: list[float]) -> float:
+    """The largest of `values`, NaN if one of them is: the built-in max() keeps or drops NaN by its place."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @torch.no_grad()

@@ -161,6 +161,38 @@ def test_sigterm_during_a_rollout_saves_the_state_before_it_and_resumes_to_the_s
     assert numbers(run) == numbers(whole)  # the validation at the start once, no prompt skipped or repeated
 
 
+@pytest.mark.parametrize(
+    "during, done",
+    [
+        ("model load", []),
+        ("engine start", ["engine"]),
+        ("gates", ["engine", "load"]),
+        ("validation at the start", ["engine", "load", "load", "generate"]),
+    ],
+)
+def test_ctrl_c_during_the_start_ends_it_there_and_saves_nothing(start, monkeypatch, during, done):
+    with pytest.raises(Interrupted, match="stopped before step 1; nothing new to save"), start() as (run, engine):
+        stop = lambda at: during == at and request_stop(run.run, "step")  # noqa: E731
+        build, load = setup.build_engine, engine.load_weights
+
+        def start_engine(*args, **kwargs):
+            stop("engine start")
+            engine.calls.append("engine")
+            return build(*args, **kwargs)
+
+        def load_weights(self, *args, **kwargs):
+            stop("gates")
+            return load(self, *args, **kwargs)
+
+        monkeypatch.setattr(setup, "build_engine", start_engine)
+        engine.load_weights = load_weights
+        engine.during = lambda _: stop("validation at the start")
+        stop("model load")
+        run.train()
+    assert [call for call in engine.calls if call in ("engine", "load", "generate")] == done
+    assert not run.run.checkpoints.exists() or not list(run.run.checkpoints.iterdir())
+
+
 def test_sigterm_before_a_validation_saves_without_it(start):
     with pytest.raises(Interrupted), start() as (run, engine):
         step = run.context.policy.module.train
@@ -242,7 +274,7 @@ def test_a_row_without_an_answer_is_found_before_sft_begins(start, mixed_rows, t
     write_rows(tmp_path / "rows.parquet", rows, system_hash=system_hash(None))
     sft = ('algorithm={kind="sft"}', f'data.train="{tmp_path / "rows.parquet"}"')
     with pytest.raises(DataError, match="rows.parquet: row empty has neither"):
-        with start(*sft, unsets=["rollout", "rewards"]) as (run, _):
+        with start(*sft, unsets=["rollout", "rewards", "gates"]) as (run, _):
             run.train()
     assert lines(run) == []
 

@@ -87,7 +87,7 @@ class Processing:
         return prompt
 
     def _encode(self, row: Row) -> Prompt:
-        messages = self._messages(row)
+        messages = self.messages(row)
         parts = [part for message in messages for part in message.content]
         text = self._processor.apply_chat_template(
             [{"role": m.role, "content": _template_content(m.content)} for m in messages],
@@ -112,7 +112,8 @@ class Processing:
             media["audio"] = [(clip, RATE) for clip in clips]
         return Prompt(row, ids, engine_ids, media, features, self._rope.positions(batch["input_ids"], features))
 
-    def _messages(self, row: Row) -> list[Message]:
+    def messages(self, row: Row) -> list[Message]:
+        """The row's messages as the model sees them: their system turn is `data.system`, if that is set."""
         if self._system is None:
             return list(row.messages)
         rest = [message for message in row.messages if message.role != "system"]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from omnitrain.errors import ModelError
+from omnitrain.recipe.sizes import hub_name
 
 PREFIX = "thinker."
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
@@ -34,9 +35,11 @@ def resolve(path: str) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
+        if not hub_name(path):
+            raise ModelError(f"model.path = {path!r}: no such directory") from error
         raise ModelError(
             f"model.path = {path!r} is neither a directory nor a model in the local hub cache; "
-            "download it first (hf download NAME) or give its directory"
+            f"download it first (`hf download {path}`) or give its directory"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """plan, recipes, schema and explain as a user calls them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,35 @@ def test_recipes_lists_what_ships(run):
     assert run("recipes", "list").output.splitlines() == lines
 
 
+def test_recipes_say_what_they_were_verified_on(run):
+    rows = {line.split()[0]: line for line in run("recipes").output.splitlines() if "/" in line.split(" ")[0]}
+    assert "2 CPU cores; one H200 (2026-11-30)" in rows["tiny/gspo_quickstart"]
+    assert "not yet" in rows["qwen3_omni/gspo_avqa"]
+
+
+@pytest.mark.parametrize("item", all_shipped(), ids=lambda item: item.name)
+def test_a_shipped_recipe_is_short_says_what_it_was_verified_on_and_leaves_the_schema_line_to_copy(item):
+    text = item.path.read_text()
+    assert len(text.splitlines()) <= 40 and "verified on" in item.notes and "#:schema" not in text
+
+
+def test_plan_shows_the_margin_that_is_missing(run):
+    text = run("plan", AVQA, "--devices", "2", "--memory", "80").output
+    assert re.search(r"does not fit: [\d.]+ GiB of 80 GiB, [\d.]+ (GiB|MiB) too much", text), text
+    assert " spare" in run("plan", AVQA, "--devices", "4", "--memory", "80").output
+
+
+@pytest.mark.parametrize("flags", [("--memory", "0"), ("--memory", "-1"), ("--memory", "nan"), ("--devices", "0")])
+def test_plan_refuses_a_machine_that_cannot_be(run, flags):
+    assert run("plan", AVQA, *flags).exit_code == 2
+
+
+def test_plan_refuses_to_keep_the_best_by_a_metric_that_no_run_writes(run):
+    best = 'checkpoint.keep_best={metric="train/reward_meen"}'
+    with pytest.raises(RecipeError, match=r"train/reward_meen is no metric of a run; did you mean train/reward_mean\?"):
+        run("plan", AVQA, "--devices", "4", "--set", best)
+
+
 def test_recipes_show_prints_the_file(run):
     assert run("recipes", "show", "gspo_avqa").output == AVQA.read_text()
 
@@ -136,7 +166,14 @@ def test_schema_is_json_on_the_screen_or_in_a_file(run, tmp_path):
         ("rollout", ['engine = "trainer"', "group_size"]),
         ("gspo", ["arXiv 2507.18071", "clip_low"]),
         ("g6", ["Pearson", "likely causes", 'skip = ["g6"]']),
-        ("G4", ["sigmas"]),
+        ("g6", ["`omnitrain bench RECIPE --agreement`"]),
+        ("g3", ["every trained tensor"]),
+        ("G4", ["sigmas", "not in this version"]),
+        ("g11", ["not in this version"]),
+        ("rewards[0].function", ["rewards[].function", "package.module:function"]),
+        ("python", ["answer (str or None", "on_failure"]),
+        ("train/reward_mean", ["Mean reward over the step's samples"]),
+        ("val/avqa/accuracy", ["Share of validation rows answered right"]),
         ("3", ["GateRefused"]),
         ("exit 2", ["RecipeError"]),
         ("RecipeError", ["exit code 2"]),
@@ -156,11 +193,11 @@ def test_explain(run, topic, expected):
         ("g12", "did you mean g1"),
         ("GateRefuse", "did you mean GateRefused?"),
         ("7", "0, 1, 2, 3, 130"),
-        ("zzzz", "give a recipe field"),
+        ("zzzz", r"a gate (g1, g2, g3, g5, g6, g7, g9, g10)"),
     ],
 )
 def test_explaining_the_unknown_is_a_usage_error_with_a_hint(run, topic, hint):
-    with pytest.raises(UsageError, match=hint.replace("?", r"\?")) as caught:
+    with pytest.raises(UsageError, match=re.escape(hint)) as caught:
         run("explain", topic)
     assert caught.value.exit_code == 2
 

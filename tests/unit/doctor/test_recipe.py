@@ -101,3 +101,26 @@ def test_a_model_of_unknown_size_has_no_verdict_and_that_is_a_warning(loaded):
 def test_every_part_of_the_recipe_has_its_check(loaded):
     names = [check.name for check in checks.checks(loaded)]
     assert names == ["recipe data", "recipe model", "recipe rewards[0]", "recipe rewards[1]", "recipe memory"]
+
+
+def test_fixes_name_the_recipe_and_real_paths(loaded, tmp_path, monkeypatch):
+    for finding in (checks.model(loaded.recipe), checks.memory(loaded.recipe, 1, 8, ["a b.toml"])):
+        assert not {"DIR", "RECIPE", "GIB", "N", "FILE"} & set(finding.fix.split()), finding.fix
+    shutil.rmtree(tmp_path / "data")
+    (found,) = checks.data_files(loaded.recipe)
+    assert str(tmp_path / "data") in found.fix
+    (tmp_path / "my_rewards.py").write_text("def score(response, row):\n    return 1.0\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    fix = checks.reward(loaded.recipe, 1, [str(tmp_path / "recipe.toml")]).fix
+    assert fix.startswith(f"export PYTHONPATH={tmp_path}")
+
+
+def test_only_a_hub_name_is_to_be_downloaded(loaded):
+    def fix(path):
+        model = loaded.recipe.model.model_copy(update={"path": path})
+        return checks.model(loaded.recipe.model_copy(update={"model": model})).fix
+
+    assert fix("org/name") == "hf download org/name"
+    for path in ("./name", "/nowhere/name", "a/b/c", "~/name"):
+        assert "hf download" not in fix(path)

@@ -96,7 +96,7 @@ def refused(path, make_policy) -> str:
 
 def test_a_path_that_is_neither_directory_nor_cached_model_is_refused(tmp_path, make_policy):
     assert "nowhere/at-all" in (message := refused("nowhere/at-all", make_policy)) and "local hub cache" in message
-    assert "local hub cache" in refused(tmp_path / "missing", make_policy)
+    assert "no such directory" in refused(tmp_path / "missing", make_policy)
     (tmp_path / "file").touch()
     assert "is a file" in refused(tmp_path / "file", make_policy)
 

@@ -85,9 +85,14 @@ def test_suggestions_know_abbreviations_other_tables_and_other_tools(complaint, 
         ("alpha = 64", "alpha = 64, targets = [1]", "7:44 model.lora.targets[0] must be a string"),
         ("[train]", "[train]\nbetas = [0.9]", "23:1 train.betas = [0.9] must be [a number, a number]"),
         ("[train]", "[train]\nbetas = [0.9, 1.5]", "23:1 train.betas = [0.9, 1.5]: each must be at least 0 and below 1"),
+        (
+            "[[rewards]]",
+            '[[rewards]]\non_failure = "drop"',
+            '20:1 on_failure = "drop" is not "fail", "skip" or "value:NUMBER"',
+        ),
         ("[[rewards]]", '[[rewards]]\non_failure = "value:e"', '20:1 on_failure = "value:e" needs a finite number'),
         ("[train]", '[train]\nschedule = "cosin"', '23:12 train.schedule = "cosin" is not valid'),
-        ('name = "example"', 'name = "a/b"', '1:8 name = "a/b" is not of the form'),
+        ('name = "example"', 'name = "a/b"', '1:8 name = "a/b" is not a name of letters, digits'),
         ("[[rewards]]", "[rewards]", "19:2 rewards must be a list of tables, not a table"),
         ("[data]", "[data.train]", "9:2 data must be"),
     ],
@@ -103,6 +108,52 @@ def test_a_wrong_type_or_value_is_shown_at_the_value(complaint, old, new, expect
 @pytest.mark.parametrize("flag", ["rollout=3", "train=3", "model=[]", "rewards=[3]", "data='x'"])
 def test_a_value_for_a_table_is_an_error_and_not_a_crash(recipe_file, flag):
     assert "must be a table" in message([recipe_file()], [flag])
+
+
+def test_messages_say_forms_in_words_and_not_as_patterns(complaint):
+    text = complaint('kind = "choice"', 'kind = "python"\nfunction = "score"')
+    assert 'rewards[0].function = "score" is not of the form "module:function"' in text and "\\w" not in text
+
+
+def test_a_table_for_a_list_of_tables_says_how_to_write_one(complaint):
+    assert complaint("[[rewards]]", "[rewards]").splitlines()[0].endswith("; write [[rewards]]")
+
+
+def test_a_list_item_after_a_dot_is_shown_in_brackets(recipe_file):
+    assert message([recipe_file()], ["rewards.0.weight=2"]).endswith("name an item, as rewards[0].weight")
+    assert message([recipe_file()], ["rewards.weight=2"]).endswith("name an item, as rewards[0].weight")
+
+
+def test_a_shipped_recipe_that_is_no_file_here_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny/gspo_quickstart", "gspo_quickstart.toml", "recipes/tiny/gspo_quickstart.toml"):
+        assert message([name]).endswith("it ships with omnitrain: `omnitrain recipes copy tiny/gspo_quickstart`")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "validate.temperature=0.5",
+        "validate.top_p=0.5",
+        "validate.top_k=5",
+        "validate.max_new_tokens=4",
+        "samples.every=1",
+        "samples.groups=2",
+        'gates.skip=["g6"]',
+    ],
+)
+def test_u2_a_field_that_an_offline_algorithm_never_reads_is_an_error(recipe_file, given):
+    offline = ["algorithm", "rollout", "rewards"]
+    text = message([recipe_file()], ["algorithm.kind=sft", given], offline)
+    assert f'{given.split("=")[0]} has no effect with algorithm.kind = "sft"' in text
+    load([recipe_file()], ["algorithm.kind=sft", "validate.every=2"], offline)
+    load([recipe_file()], [given])
+
+
+def test_keeping_the_best_by_a_validation_metric_needs_validation_rows(recipe_file):
+    best = 'checkpoint.keep_best={metric="val/a/accuracy"}'
+    assert "needs data.validation" in message([recipe_file()], [best])
+    load([recipe_file()], [best, "data.validation=v.parquet"])
 
 
 def test_a_wrong_kind_lists_the_valid_ones(complaint):

@@ -178,7 +178,7 @@ def test_dump_loads_to_an_equal_recipe(
         "algorithm": {"kind": "gspo"} if online else {"kind": "sft", "template": template},
         "train": {"prompts_per_step": 4, "learning_rate": rate, "betas": betas, "max_steps": 1},
         "validate": {"every": 2},
-        "gates": {"skip": skip},
+        "gates": {"skip": skip} if online else {},
         "trackers": {"wandb": {"project": project} if project else None},
     }
     if online:
@@ -200,6 +200,15 @@ def test_resolved_runs_from_another_directory(recipe_file, tmp_path, monkeypatch
     assert fixed.model.init_from == str(tmp_path / "runs" / "warm")
     monkeypatch.chdir("/")
     assert resolved(fixed) == fixed
+
+
+def test_a_resolved_sft_recipe_loads_again_without_the_fields_it_may_not_set(recipe_file, tmp_path):
+    recipe = load([recipe_file()], ["algorithm.kind=sft"], ["algorithm", "rollout", "rewards"]).recipe
+    text = dump(resolved(recipe))
+    path = tmp_path / "again.toml"
+    path.write_text(text)
+    assert load([path]).recipe == resolved(recipe)
+    assert "temperature" not in text and "groups" not in text and "skip" not in text
 
 
 def test_resolved_leaves_a_hub_name_alone(recipe_file):

@@ -194,9 +194,25 @@ def test_the_verdict_follows_the_largest_phase(planned, memory):
     assert (plan.knob is None) == (plan.verdict == "fits")
 
 
-def test_a_sequence_longer_than_a_micro_batch_is_warned_of(planned):
-    plan = planned("train.max_tokens_per_device=2500")
-    assert any("= 3072 is more than train.max_tokens_per_device = 2500" in warning for warning in plan.warnings)
+def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_three_fields(planned):
+    with pytest.raises(RecipeError) as caught:
+        planned("train.max_tokens_per_device=3071")
+    text = str(caught.value)
+    assert "data.max_prompt_tokens + rollout.max_new_tokens = 2048 + 1024 = 3072" in text
+    assert "train.max_tokens_per_device = 3071" in text and caught.value.exit_code == 2
+    assert planned("train.max_tokens_per_device=3072")
+
+
+def test_a_prompt_longer_than_a_micro_batch_is_noted_for_sft_in_its_own_fields(recipe_file):
+    sets = ["algorithm.kind=sft", "train.max_tokens_per_device=2047"]
+    recipe = load([recipe_file()], sets, ["algorithm", "rollout", "rewards"]).recipe
+    (note,) = [text for text in make_plan(recipe, 4, 80.0).warnings if "max_tokens_per_device" in text]
+    assert note.startswith("data.max_prompt_tokens = 2048 is more than") and "rollout" not in note
+
+
+def test_tensor_parallel_on_one_device_suggests_planning_for_others(planned):
+    with pytest.raises(RecipeError, match="or plan another machine by `--devices 4 --memory 80`"):
+        planned(devices=1)
 
 
 def test_a_plan_of_sft_has_one_phase_and_no_engine(recipe_file):

@@ -56,3 +56,12 @@ def test_a_rehearsal_stays_off_the_network(recipe_file, tmp_path):
     small, said = rehearsal(load([recipe_file()], ["trackers.wandb.project=p"]).recipe, tmp_path)
     assert small.trackers.wandb is None
     assert any(line.startswith("trackers.wandb") for line in said)
+
+
+def test_a_rehearsal_of_sft_sets_no_field_that_sft_may_not_have(recipe_file, tmp_path):
+    recipe = load([recipe_file()], ["algorithm.kind=sft"], ["algorithm", "rollout", "rewards"]).recipe
+    small, said = rehearsal(recipe, tmp_path)
+    assert not [line for line in said if line.startswith("samples.")]
+    path = tmp_path / "small.toml"
+    path.write_text(dump(small))
+    assert load([path]).recipe == small

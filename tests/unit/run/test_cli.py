@@ -79,7 +79,7 @@ def test_missing_rows_and_models_are_named_and_nothing_is_written(recipe, tmp_pa
     assert done.returncode == 1 and "r.toml:5:1" in done.stderr and "config.json" in done.stderr
     (tmp_path / "m").rmdir()
     done = omnitrain("train", "r.toml", cwd=tmp_path)
-    assert done.returncode == 1 and "neither a directory nor a model in the local hub cache" in done.stderr
+    assert done.returncode == 1 and "no such directory" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["r.toml", "t.parquet"]
 
 
@@ -104,3 +104,55 @@ def test_an_unexpected_error_is_called_a_bug(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "r.toml"])
     assert ended.value.code == 130
+
+
+def test_a_path_is_not_taken_for_a_hub_name(recipe, tmp_path):
+    (tmp_path / "t.parquet").write_text("")
+    for path in ("./m/x", "/no/such", "a/b/c", "nowhere"):
+        done = omnitrain("train", "r.toml", "--set", f"model.path={path}", cwd=tmp_path)
+        assert done.returncode == 1 and "no such directory" in done.stderr and "hf download" not in done.stderr
+    done = omnitrain("train", "r.toml", "--set", "model.path=org/name", cwd=tmp_path, HF_HUB_CACHE=str(tmp_path))
+    assert done.returncode == 1 and "`hf download org/name`" in done.stderr
+
+
+def test_the_help_promises_nothing_that_this_version_lacks():
+    text = omnitrain("--help").stdout
+    assert "reinforcement learning" in text and "diffusion" not in text and "preferences" not in text
+
+
+def test_rehearse_refuses_sequences_that_fit_no_micro_batch(recipe, tmp_path):
+    (tmp_path / "t.parquet").write_text("")
+    online = ["--unset", "algorithm", "--set", "algorithm.kind=gspo", "--set", "rollout={max_new_tokens=15000}"]
+    done = omnitrain("rehearse", "r.toml", *online, "--set", 'rewards=[{kind="choice"}]', cwd=tmp_path)
+    assert done.returncode == 2 and "= 2048 + 15000 = 17048 is more than" in done.stderr
+    assert "train.max_tokens_per_device = 16384" in done.stderr
+
+
+def test_a_finished_run_says_so_and_starts_no_rank(recipe, tmp_path, monkeypatch, capsys):
+    from omnitrain import cli, launch
+    from omnitrain.rundir import RunDir, read_exit
+
+    (tmp_path / "t.parquet").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("omnitrain.cli.train.show_summary", lambda *arguments, **options: None)
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda *arguments, **options: started.append(arguments) or 0)
+
+    def train() -> None:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "r.toml", "--run-dir", "run"])
+        assert not ended.value.code
+
+    train()
+    assert len(started) == 1
+    started[0][0].unlock()
+    saved = tmp_path / "run" / "checkpoints" / "step_9"
+    saved.mkdir()
+    (saved / "manifest.json").write_text('{"files": {}}')
+    train()
+    assert len(started) == 2  # one step is left of ten
+    started[1][0].unlock()
+    saved.rename(saved.with_name("step_10"))
+    train()
+    assert len(started) == 2 and "finished already: 10 of 10 steps" in capsys.readouterr().out
+    assert read_exit(RunDir(tmp_path / "run")) == (0, "")

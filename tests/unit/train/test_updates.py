@@ -1,14 +1,17 @@
 """From a step's samples to updates and micro-batches; what ranks agree on."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from omnitrain.data.sample import Sample
-from omnitrain.errors import RunError
+from omnitrain.errors import GateRefused, Interrupted, RunError
 from omnitrain.rundir import RunDir, request_stop
 from omnitrain.train.context import Context
-from omnitrain.train.updates import plan_updates
+from omnitrain.train.online import OnlineLoop
+from omnitrain.train.updates import UpdateStats, plan_updates
 
 
 def samples(groups: int, n: int = 2, failed=()) -> list[Sample]:
@@ -71,3 +74,49 @@ def test_a_stop_that_any_rank_has_seen_is_agreed_by_all(tmp_path, seen, agreed):
         return seen
 
     assert Context.stop(SimpleNamespace(run=run, ranks=SimpleNamespace(gather=gather))) == agreed
+
+
+def _asked(run, when):
+    """A context of one rank whose user has asked to stop (`when`), or has not."""
+    if when:
+        request_stop(run, when)
+    context = SimpleNamespace(run=run, ranks=SimpleNamespace(gather=lambda own: [own]))
+    context.stop = lambda: Context.stop(context)
+    return context
+
+
+@pytest.mark.parametrize("when", ["step", "update"])
+def test_a_stop_during_the_start_ends_it_with_130_and_says_that_nothing_is_new(tmp_path, when):
+    with pytest.raises(Interrupted, match="^stopped before step 4; nothing new to save$") as stopped:
+        Context.check_start(_asked(RunDir(tmp_path), when), 4)
+    assert stopped.value.exit_code == 130
+    assert list(tmp_path.glob("checkpoints/*")) == []
+
+
+def test_a_start_that_nobody_stops_goes_on(tmp_path):
+    Context.check_start(_asked(RunDir(tmp_path), None), 4)
+
+
+@pytest.mark.parametrize("values", [[math.nan, 0.0], [0.0, math.nan], [0.0, math.nan, 1.0]])
+def test_a_nan_among_the_micro_batches_stays_in_the_largest(values):
+    stats = UpdateStats()
+    for value in values:
+        stats.add({"abs_log_ratio_max": torch.tensor(value)})
+    assert math.isnan(stats.maxima["abs_log_ratio_max"])
+
+
+def _check_ratio(own, others):
+    recipe = SimpleNamespace(algorithm=SimpleNamespace(old_logprobs="trainer"), gates=SimpleNamespace(skip=[]))
+    ranks = SimpleNamespace(gather=lambda value: [value, *others])
+    loop = SimpleNamespace(recipe=recipe, ranks=ranks, log_ratio_tolerance=1e-6)
+    OnlineLoop._check_first_ratio(loop, 3, UpdateStats(maxima={"abs_log_ratio_max": own}))
+
+
+@pytest.mark.parametrize("own, others", [(math.nan, [0.0]), (0.0, [math.nan]), (0.0, [1e-3])])
+def test_g5_a_first_ratio_that_is_nan_or_too_large_on_any_rank_is_refused(own, others):
+    with pytest.raises(GateRefused, match="g5: step 3"):
+        _check_ratio(own, others)
+
+
+def test_g5_a_first_ratio_within_rounding_passes():
+    _check_ratio(0.0, [1e-7])
