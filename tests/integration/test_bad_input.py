@@ -62,7 +62,7 @@ def test_u4_offline_everything_from_demo_to_training_works(tmp_path):
         code, text = omnitrain(*arguments, cwd=tmp_path, **offline)
         assert code == 0, text
     recipe = RECIPE.format(model=tmp_path / "model", train=tmp_path / "data" / "train.parquet")
-    kept = [line for line in recipe.splitlines() if not line.startswith(("rollout", "rewards", "algorithm"))]
+    kept = [line for line in recipe.splitlines() if not line.startswith(("rollout", "rewards", "algorithm", "gates"))]
     (tmp_path / "recipe.toml").write_text("\n".join([*kept, 'algorithm = { kind = "sft" }']))
     code, text = omnitrain("train", "recipe.toml", "--set", "train.max_steps=1", cwd=tmp_path, **offline)
     assert code == 0 and "done: 1 steps" in text, text
