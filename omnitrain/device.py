@@ -54,13 +54,6 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def total_memory_gib(device: torch.device) -> float | None:
-    """GiB the device has; None on a CPU."""
-    if device.type == "cpu":
-        return None
-    return torch.get_device_module(device).get_device_properties(device).total_memory / 2**30
-
-
 def empty_cache(device: torch.device) -> None:
     """Give freed blocks back to the device, so that the engine in this process can have them."""
     if device.type != "cpu":

@@ -115,7 +115,9 @@ class Checkpointer:
                 "step": step,
                 "world_size": len(rngs),
                 "files": files,
-                "metrics": {name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)},
+                "metrics": {
+                    name: v for name, v in (metrics or {}).items() if isinstance(v, (int, float)) and math.isfinite(v)
+                },
                 "versions": {
                     "omnitrain": omnitrain.__version__,
                     "torch": torch.__version__,

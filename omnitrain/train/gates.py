@@ -129,7 +129,9 @@ class Gates:
                 found[modality] = found.get(modality, 0) + 1
                 self._rows.append(index)
         if not self._rows:
-            raise DataError(f"{rows.path}: none of {min(PROBE_SCAN, len(rows))} rows is within data.max_prompt_tokens; raise it")
+            raise DataError(
+                f"{rows.path}: none of {min(PROBE_SCAN, len(rows))} rows is within data.max_prompt_tokens; raise it"
+            )
         return self._rows
 
     def probe(self, *, greedy: bool = False, fresh: bool = False) -> list[Sample]:

@@ -12,6 +12,7 @@ from omnitrain.data.sample import Row, Sample
 from omnitrain.errors import DataError
 from omnitrain.train.context import Clock, Context
 from omnitrain.train.health import update_metrics
+from omnitrain.train.loop import Loop
 from omnitrain.train.objectives import SftObjective
 from omnitrain.train.optim import clipped_step
 from omnitrain.train.prompts import PromptSource
@@ -22,32 +23,15 @@ from omnitrain.train.updates import plan_updates, run_update
 TEMPERATURE = 1.0
 
 
-class OfflineLoop:
+class OfflineLoop(Loop):
     """Supervised fine-tuning on the rows' own answers."""
 
     def __init__(self, context: Context, state: TrainState) -> None:
-        self.context, self.state = context, state
-        self.recipe, self.ranks, self.policy = context.recipe, context.ranks, context.policy
+        super().__init__(context, state)
         self.objective = SftObjective()
-        overlong = self.recipe.data.overlong
-        self.source = PromptSource(context.train_rows, context.processing, context.ranks, overlong)
-        self.validation = None
-        if context.validation_rows is not None:
-            self.validation = PromptSource(context.validation_rows, context.processing, context.ranks, overlong)
-            self._validation_rows = self.validation.first(self.recipe.validate_.max_rows)
         for rows in filter(None, (context.train_rows, context.validation_rows)):
             if (row := rows.first_without("chosen", "answer")) is not None:
                 raise DataError(f"{rows.path}: row {row} has neither `chosen` nor `answer`; sft has nothing to imitate")
-        self._carried: dict[str, float] = {}
-
-    def run(self) -> None:
-        """Train until the last step. Raises Interrupted when the user asked to stop; what was trained is saved."""
-        if not self.state.resumed and self.recipe.validate_.at_start and self.validation:
-            self.context.log({"step": 0} | self.validate())
-        self.context.check_start(self.state.step + 1)
-        while self.state.step < self.state.total_steps:
-            self.step()
-        self.context.finish(self.state.step, self.state.updates)
 
     def step(self) -> None:
         """One step: rows, their targets, the updates, and what the step's number asks for."""
@@ -124,25 +108,3 @@ class OfflineLoop:
             loss, tokens, rows = (sum(share.get(task, (0.0, 0, 0))[i] for share in shares) for i in range(3))
             values |= {f"val/{task}/loss": loss / tokens, f"val/{task}/rows": rows}
         return values
-
-    def _finish(self, values: dict[str, Any], clock: Clock) -> None:
-        """Validate if due, log, save if due, stop if asked."""
-        step, last = self.state.step, self.state.step == self.state.total_steps
-        every = self.recipe.validate_.every
-        # Asked to stop at once, saving comes first: whoever sent the SIGTERM may not wait for a validation.
-        hurry = self.context.stop() == "update" and not last
-        if self.validation and not hurry and (last or (every and step % every == 0)):
-            with clock.phase("validate"):
-                values |= self.validate()
-        clock.seconds |= self._carried
-        after = Clock()
-        with after.phase("logging"):
-            self.context.log(values | clock.metrics())
-        stop = self.context.stop()
-        every = self.recipe.checkpoint.every
-        if last or stop or (every and step % every == 0):
-            with after.phase("checkpoint"):
-                self.state.save(self.context, values)
-        self._carried = after.seconds
-        if stop and not last:
-            raise self.context.interrupted(step)

@@ -14,42 +14,25 @@ from omnitrain.evaluation.validation import summarise
 from omnitrain.rollout.engine import Sampling
 from omnitrain.train.context import Clock, Context
 from omnitrain.train.health import agreement_metrics, old_logprobs, reward_metrics, rollout_metrics, update_metrics
+from omnitrain.train.loop import Loop
 from omnitrain.train.objectives import GspoObjective
 from omnitrain.train.optim import clipped_step
-from omnitrain.train.prompts import PromptSource
 from omnitrain.train.rollouts import Rollouts
 from omnitrain.train.samples import write_samples
 from omnitrain.train.state import TrainState
 from omnitrain.train.updates import UpdateStats, largest, plan_updates, run_update, score_batches
 
-OVERHEAD = ("sync", "wake_sleep", "reward_wait", "exchange", "logging")
 
-
-class OnlineLoop:
+class OnlineLoop(Loop):
     """Rollout, reward, update, until the steps are done."""
 
     def __init__(self, context: Context, rollouts: Rollouts, state: TrainState) -> None:
-        self.context, self.rollouts, self.state = context, rollouts, state
-        self.recipe, self.ranks, self.policy = context.recipe, context.ranks, context.policy
+        super().__init__(context, state)
+        self.rollouts = rollouts
+        self.facts = {"rollout/engine": rollouts.engine.name}
         self.objective = GspoObjective(self.recipe.algorithm)
-        overlong = self.recipe.data.overlong
-        self.source = PromptSource(context.train_rows, context.processing, context.ranks, overlong)
-        self.validation = None
-        if context.validation_rows is not None:
-            self.validation = PromptSource(context.validation_rows, context.processing, context.ranks, overlong)
-            self._validation_rows = self.validation.first(self.recipe.validate_.max_rows)
         self.log_ratio_tolerance = 1e-6
         """Rounding between two passes over equal weights; gate G5 widens it by what it measures in bfloat16."""
-        self._carried: dict[str, float] = {}
-
-    def run(self) -> None:
-        """Train until the last step. Raises Interrupted when the user asked to stop; what was trained is saved."""
-        if not self.state.resumed and self.recipe.validate_.at_start and self.validation:
-            self.context.log({"step": 0, "rollout/engine": self.rollouts.engine.name} | self.validate())
-        self.context.check_start(self.state.step + 1)
-        while self.state.step < self.state.total_steps:
-            self.step()
-        self.context.finish(self.state.step, self.state.updates)
 
     def step(self) -> None:
         """One step: sync, sample and score, advantages, updates, and what the step's number asks for."""
@@ -68,7 +51,7 @@ class OnlineLoop:
         with clock.phase("wake_sleep"):
             self.rollouts.engine.sleep()
         values: dict[str, Any] = {"step": step, "epoch": self.state.sampler.epoch}
-        values |= {"rollout/engine": self.rollouts.engine.name, "rollout/policy_version": version}
+        values |= self.facts | {"rollout/policy_version": version}
         values |= {"data/overlong_dropped": skipped} | synced
         values |= self.objective.assign_advantages(samples) | reward_metrics(samples, self.rollouts.scorer)
         values |= self.update(step, samples, clock)
@@ -76,7 +59,7 @@ class OnlineLoop:
         values["memory/peak_gib"] = devices.peak_memory_gib(self.ranks.device)
         clock.seconds["step"] = time.perf_counter() - started
         self.state.step = step
-        self._finish(samples, values, clock)
+        self._finish(values, clock, lambda: self._show(samples))
 
     def sample(self, step: int, rows: list[int], clock: Clock) -> list[Sample]:
         """The scored groups of this step's rows."""
@@ -166,30 +149,7 @@ class OnlineLoop:
         rows = self.validation.rows
         return summarise(samples, lambda s: rows[s.row].source, self.rollouts.scorer.names)
 
-    def _finish(self, samples: list[Sample], values: dict[str, Any], clock: Clock) -> None:
-        """Validate if due, log, write samples, save if due, stop if asked."""
-        step, last = self.state.step, self.state.step == self.state.total_steps
-        every = self.recipe.validate_.every
-        # Asked to stop at once, saving comes first: whoever sent the SIGTERM may not wait for a validation.
-        hurry = self.context.stop() == "update" and not last
-        if self.validation and not hurry and (last or (every and step % every == 0)):
-            with clock.phase("validate"):
-                values |= self.validate()
-        clock.seconds |= self._carried
-        overhead = sum(clock.seconds.get(phase, 0.0) for phase in OVERHEAD)
-        values |= clock.metrics() | {"time/overhead_share": overhead / clock.seconds["step"]}
-        after = Clock()
-        with after.phase("logging"):
-            self.context.log(values)
-            if self.ranks.main and (last or step == 1 or step % self.recipe.samples.every == 0):
-                folder = self.context.run.samples / f"step_{step}"
-                shown = self.context.processing.messages
-                write_samples(folder, self.context.train_rows, samples, self.recipe.samples.groups, shown)
-        stop = self.context.stop()
-        every = self.recipe.checkpoint.every
-        if last or stop or (every and step % every == 0):
-            with after.phase("checkpoint"):
-                self.state.save(self.context, values)
-        self._carried = after.seconds
-        if stop and not last:
-            raise self.context.interrupted(step)
+    def _show(self, samples: list[Sample]) -> None:
+        folder = self.context.run.samples / f"step_{self.state.step}"
+        shown = self.context.processing.messages
+        write_samples(folder, self.context.train_rows, samples, self.recipe.samples.groups, shown)
