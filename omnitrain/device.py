@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import numpy
 import torch
@@ -52,6 +53,59 @@ def synchronize(device: torch.device) -> None:
 def seed_all(seed: int) -> None:
     """Seed torch on the CPU and on every accelerator."""
     torch.manual_seed(seed)
+
+
+def set_deterministic() -> None:
+    """Only kernels that give the same bits for the same inputs; one that has no such form is an error.
+
+    The environment's part (cuBLAS reads its workspace before the first product) is launch.environment's.
+    """
+    torch.use_deterministic_algorithms(True)
+    # Uninitialised memory is never read: filling it would write the engine's whole KV cache once more.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+@contextmanager
+def engine_kernels() -> Iterator[None]:
+    """Around the engine's work: where a kernel has no deterministic form it warns instead of raising.
+
+    Its own kernels do not ask torch; what it takes from torch beside them (a cumulative sum where top_p samples) is
+    not for us to replace.
+    """
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if not strict:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+def named_range(name: str, device: torch.device) -> AbstractContextManager:
+    """A range that the vendor's tracer shows (NVTX, for Nsight Systems); nothing where there is none."""
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()
+
+
+def can_record_memory(device: torch.device) -> bool:
+    """Whether the device's allocator can write down who allocated what."""
+    return device.type == "cuda"
+
+
+def record_memory(device: torch.device) -> None:
+    """Begin to write down allocations and frees, with their stacks."""
+    if can_record_memory(device):
+        torch.cuda.memory._record_memory_history(max_entries=200_000, device=device)
+
+
+def write_memory(device: torch.device, path: Path) -> None:
+    """Write what `record_memory` gathered (a pickle that torch's memory visualiser shows) and end it."""
+    if can_record_memory(device):
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
 
 
 def empty_cache(device: torch.device) -> None:

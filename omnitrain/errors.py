@@ -50,6 +50,14 @@ class DataError(OmnitrainError):
     """A data file is missing, damaged, or of another schema version."""
 
 
+class BadMedia(Exception):
+    """A media file that cannot be used: `reason` is the drop reason ("truncated image"), the message says more."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+
+
 class ModelError(OmnitrainError):
     """A model directory is incomplete, of another architecture, or cannot be used as asked."""
 

@@ -65,14 +65,18 @@ def visible_accelerators() -> Accelerators:
     return Accelerators("cpu", 1)
 
 
-def environment(kind: str) -> dict[str, str]:
+# What libraries read once, at their start: cuBLAS its workspace, the collectives of Ascend, Python the order of sets.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "PYTHONHASHSEED": "0"}
+
+
+def environment(kind: str, deterministic: bool = False) -> dict[str, str]:
     """Variables that ranks need before they import torch or vllm; ours to set, never the user's."""
     from omnitrain.rollout import vllm_compat
 
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | vllm_compat.environment()
     if kind == "cpu":
         variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return variables
+    return variables | (_DETERMINISTIC if deterministic else {})
 
 
 def launch(
@@ -82,10 +86,12 @@ def launch(
     *,
     kind: str = "cpu",
     module: str = "omnitrain.train.worker",
+    deterministic: bool = False,
 ) -> int:
     """Run `module` on `devices` ranks in a prepared run directory and wait. Returns the command's exit code.
 
     `torchrun_args` are passed on (several nodes, another rendezvous); without a rendezvous of theirs it is --standalone.
+    `deterministic`: the recipe's; some libraries read it from the environment when they are loaded.
     Ctrl-C finishes the step, saves and ends with 130; a second one stops at once. SIGTERM saves at the next update edge.
     On failure the error of the rank that failed first is the last thing on the screen.
     """
@@ -97,7 +103,7 @@ def launch(
         *torchrun_args,
         *("-m", module, str(run.path)),
     ]
-    variables = os.environ | environment(kind)
+    variables = os.environ | environment(kind, deterministic)
     variables |= {LAUNCHED: "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS), "PYTHONUNBUFFERED": "1"}
     # The keeper inherits the lock: no other run gets in before the last of this run's processes is gone.
     inherited = [] if run.lock_descriptor is None else [run.lock_descriptor]

@@ -58,10 +58,13 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.plots = self.path / "plots"
+        self.profile = self.path / "profile"
         self.discarded = self.path / "discarded"
         self.lock_file = self.path / "lock"
         self.stop_file = self.path / "stop"
         self.exit_file = self.path / "exit.json"
+        self.reference = self.path / "reference.json"
+        self.starting_adapter = self.path / "starting_adapter"
         self.lock_descriptor: int | None = None
 
     def recipe(self):

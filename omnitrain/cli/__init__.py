@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from omnitrain import __version__
-from omnitrain.cli import bench, doctor, explain, plan, prepare, recipes, rehearse, schema, train
+from omnitrain.cli import bench, doctor, explain, export, plan, prepare, recipes, rehearse, schema, train
 from omnitrain.errors import OmnitrainError, environment_fault
 from omnitrain.launch import TRACEBACK
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (train, plan, rehearse, prepare, recipes, doctor, bench, schema, explain):
+for module in (train, plan, rehearse, prepare, recipes, doctor, bench, export, schema, explain):
     module.register(app)
 
 

@@ -40,7 +40,7 @@ def explain(
     elif "/" in word and (metric := _metric(word)):
         typer.echo(metric)
     elif fields := lookup(re.sub(r"\[\d*\]", "[]", word)):
-        typer.echo("\n\n".join(dict.fromkeys(_field(field) for field in fields)))
+        typer.echo("\n\n".join(_fields(fields)))
     else:
         known = _topics()
         near = similar(word, known) or similar(word.rsplit(".", 1)[-1], [name for name in known if "." not in name])
@@ -74,11 +74,23 @@ def _metric(word: str) -> str | None:
     return f"{word}   (in metrics.jsonl)\n{METRICS[name]}" if name in METRICS else None
 
 
+def _fields(fields) -> list[str]:
+    """A text for each field; kinds whose field of this name is the same share one."""
+    kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for field in fields:
+        kinds.setdefault((field.path, _field(field)), []).extend([field.kind] if field.kind else [])
+    heads = {
+        key: f"   (with {found[0][0]} = " + " or ".join(f'"{kind}"' for _, kind in found) + ")" if found else ""
+        for key, found in kinds.items()
+    }
+    return [f"{path}{heads[path, text]}\n{text}" for path, text in kinds]
+
+
 def _field(field) -> str:
     from omnitrain.recipe.fields import named, tables, tag
     from omnitrain.recipe.sources import literal
 
-    lines = [field.path + (f'   (with {field.kind[0]} = "{field.kind[1]}")' if field.kind else "")]
+    lines = []
     inner = tables(field.info.annotation)
     if inner:
         lines.append("required table" if field.required else "optional table")

@@ -15,6 +15,8 @@ from omnitrain.errors import ModelError, RecipeError
 if TYPE_CHECKING:
     from omnitrain.recipe.loader import Loaded
     from omnitrain.recipe.plan import Plan
+    from omnitrain.recipe.schema import Recipe
+    from omnitrain.recipe.sizes import Sizes
 
 _COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
@@ -43,23 +45,30 @@ def plan(
 ) -> None:
     """Show every value with its origin, the batch arithmetic, memory by phase, and whether it fits.
 
-    Exit code 1 if it does not fit.
+    Exit code 1 if it does not fit. With neither --devices nor --memory it ends with what 1, 4 and 8 devices of 80 and
+    141 GiB would say.
     """
     from omnitrain.recipe.loader import check_files, load
 
     loaded = load(recipe, set_ or (), unset or ())
     check_files(loaded, missing_ok=True)
-    raise typer.Exit(show_plan(loaded, devices, memory))
+    raise typer.Exit(show_plan(loaded, devices, memory, machines=devices is None and memory is None))
 
 
-def show_plan(loaded: Loaded, devices: int | None = None, memory: float | None = None) -> int:
-    """Print the plan of a loaded recipe; returns the exit code, 1 if it does not fit. `train --dry-run` uses it too."""
+def show_plan(
+    loaded: Loaded, devices: int | None = None, memory: float | None = None, machines: bool = False
+) -> int:
+    """Print the plan of a loaded recipe; returns the exit code, 1 if it does not fit. `train --dry-run` uses it too.
+
+    machines: end with a table of common machines; then a machine without accelerators is not what is planned for.
+    """
     from omnitrain.launch import visible_accelerators
     from omnitrain.recipe.plan import make_plan
 
     here = visible_accelerators() if devices is None or memory is None else None
     if devices is None:
-        devices = max(1, here.count)
+        elsewhere = getattr(loaded.recipe.rollout, "tensor_parallel", 1) if machines and here.kind == "cpu" else 1
+        devices = max(elsewhere, here.count)
     if memory is None and here.kind == "cuda":
         memory = _device_memory()
     check_best(loaded)
@@ -68,6 +77,9 @@ def show_plan(loaded: Loaded, devices: int | None = None, memory: float | None =
     except (RecipeError, ModelError) as error:
         raise type(error)(loaded.locate(str(error))) from None
     _print(loaded, made)
+    if machines and made.sizes is not None:
+        typer.echo()
+        _machines(loaded.recipe)
     return 1 if made.verdict == "does not fit" else 0
 
 
@@ -106,6 +118,8 @@ def _print(loaded: Loaded, plan: Plan) -> None:
     typer.echo()
     for line in batch_lines(plan, offline=recipe.rollout is None):
         typer.echo(line)
+    if plan.sizes is not None:
+        typer.echo(_prompts(recipe, plan.sizes))
     if plan.phases:
         typer.echo()
         _memory(plan)
@@ -130,11 +144,14 @@ def batch_lines(plan: Plan, offline: bool) -> list[str]:
     """The arithmetic of steps, updates and sequences in words."""
     batch = plan.batch
     responses = "" if offline else f" x {batch.group_size} responses = {batch.sequences_per_step} sequences"
-    lines = [f"a step: {_count(batch.prompts_per_step, 'prompt')}{responses}"]
+    again = f", drawn up to {batch.most_draws} times" if batch.most_draws > 1 else ""
+    lines = [f"a step: {_count(batch.prompts_per_step, batch.noun)}{responses}{again}"]
     each = "" if offline else f" x {batch.group_size} = {batch.sequences_per_update} sequences"
     lines.append(
-        f"updates a step: {batch.updates_per_step}, each of {_count(batch.prompts_per_update, 'prompt')}{each}"
+        f"updates a step: {batch.updates_per_step}, each of {_count(batch.prompts_per_update, batch.noun)}{each}"
     )
+    if batch.precomputed:
+        lines.append("before step 1: one forward over all training and validation rows, for the reference's log-probs")
     if batch.rows is not None:
         lines.append(f"an epoch: {batch.rows} rows = {batch.steps_per_epoch:.4g} steps")
     if batch.steps is None:
@@ -142,6 +159,31 @@ def batch_lines(plan: Plan, offline: bool) -> list[str]:
     else:
         lines.append(f"the run: {_count(batch.steps, 'step')}, {_count(batch.updates, 'update')}")
     return lines
+
+
+def _prompts(recipe: Recipe, sizes: Sizes) -> str:
+    """How much of the longest prompt one picture, one video and one second of sound take at most."""
+    from omnitrain.recipe.plan import media_tokens
+
+    most = media_tokens(recipe, sizes)
+    return (
+        f"a prompt: at most {recipe.data.max_prompt_tokens} tokens; a picture takes up to {most['picture']} of them, "
+        f"a video of {recipe.data.video.max_frames} frames {most['video']}, a second of sound "
+        f"{sizes.sound_tokens_per_second:g}"
+    )
+
+
+def _machines(recipe: Recipe) -> None:
+    """What the plan would say on machines that are common."""
+    from omnitrain.recipe.plan import on_common_machines
+
+    rows = []
+    for plan, parallel in on_common_machines(recipe):
+        peak = max(plan.phases, key=lambda phase: phase.total)
+        machine = f"{plan.devices} x {plan.memory_gib:g} GiB"
+        machine += f" (tensor_parallel {parallel})" if parallel is not None else ""
+        rows.append((machine, plan.verdict, _gib(peak.total), peak.name, plan.knob or ""))
+    echo_table(("machine", "verdict", "peak", "in phase", "to make it fit"), rows)
 
 
 def _values(loaded: Loaded) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +27,7 @@ _Out = Annotated[
     Path, typer.Argument(metavar="OUT", help="Directory for the parquet files and the media.", show_default=False)
 ]
 _SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Write the good rows even when others were dropped.")]
-_Show = Annotated[int, typer.Option(min=0, help="Print the first N rows of each split as the model sees them.")]
+_Show = Annotated[int, typer.Option(min=0, help="Print N rows of each split and modality as the model sees them.")]
 _Workers = Annotated[int, typer.Option(min=1, help="Processes that open and check media files.")]
 
 
@@ -48,21 +49,66 @@ def avqa(inputs: _Inputs, out: _Out, skip_bad: _SkipBad = False, show: _Show = 0
 
 
 @app.command()
+def mmk12(inputs: _Inputs, out: _Out, skip_bad: _SkipBad = False, show: _Show = 0, workers: _Workers = 1) -> None:
+    """MMK12: the folder of train-*.parquet and test-*.parquet, or shards by name."""
+    _convert("mmk12", inputs, out, skip_bad, show, workers)
+
+
+@app.command()
+def nextqa(inputs: _Inputs, out: _Out, skip_bad: _SkipBad = False, show: _Show = 0, workers: _Workers = 1) -> None:
+    """NExT-QA: CSV files and the folder of the videos, or one folder that holds both."""
+    _convert("nextqa", inputs, out, skip_bad, show, workers)
+
+
+@app.command()
+def omni_preference(
+    inputs: _Inputs,
+    out: _Out,
+    skip_bad: _SkipBad = False,
+    show: _Show = 0,
+    workers: _Workers = 1,
+    validation_share: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the media held out, with all their rows.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="Draws what is held out.")] = 0,
+) -> None:
+    """Omni-Preference: the folder of the data set, or its final_rl_data.jsonl files."""
+    _convert("omni-preference", inputs, out, skip_bad, show, workers, validation=validation_share, seed=seed)
+
+
+class DemoSet(StrEnum):
+    """The demo sets, by the converter that reads them."""
+
+    avqa = "avqa"
+    nextqa = "nextqa"
+    preference = "preference"
+
+
+@app.command()
 def demo(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="AVQA_R1 is written in it.", show_default=False)],
-    rows: Annotated[int, typer.Option(min=1, help="Records in train and in warmup; valid has an eighth.")] = 768,
-    seed: Annotated[int, typer.Option(help="Draws the pictures and sounds.")] = 0,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The set is written in it.", show_default=False)],
+    only: Annotated[DemoSet, typer.Option(help="Which set to write.")] = DemoSet.avqa,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Records in train and in warmup (validation has an eighth); pairs in all.")
+    ] = 768,
+    seed: Annotated[int, typer.Option(help="Draws the pictures, sounds and videos.")] = 0,
     warmup_noise: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the warmup records whose answer is a random letter.")
     ] = 0.8,
 ) -> None:
-    """A small set in the published AVQA layout (colour and pitch to a letter), for `prepare avqa`."""
+    """A small set in a published layout: AVQA_R1 (colour and pitch), NExT-QA (colour and motion) or Omni-Preference."""
     from omnitrain.data.demo import write_demo
+    from omnitrain.data.demo_nextqa import write_nextqa
+    from omnitrain.data.demo_preference import write_preference
 
-    target = write_demo(folder, rows=rows, seed=seed, warmup_noise=warmup_noise)
-    _console().print(
-        f"{target}: demo set of {rows} train, {max(1, rows // 8)} valid and {rows} warmup records", soft_wrap=True
-    )
+    if only is DemoSet.preference:
+        target, counts = write_preference(folder, rows=rows, seed=seed), f"{rows} preference pairs"
+    else:
+        write = write_demo if only is DemoSet.avqa else write_nextqa
+        target = write(folder, rows=rows, seed=seed, warmup_noise=warmup_noise)
+        held = "valid" if only is DemoSet.avqa else "val"
+        counts = f"{rows} train, {max(1, rows // 8)} {held} and {rows} warmup records"
+    _console().print(f"{target}: demo set of {counts}", soft_wrap=True)
 
 
 @app.command()
@@ -99,10 +145,12 @@ def _console() -> Console:
     return Console(markup=False, highlight=False)
 
 
-def _convert(name: str, inputs: list[Path], out: Path, skip_bad: bool, show: int, workers: int) -> None:
+def _convert(
+    name: str, inputs: list[Path], out: Path, skip_bad: bool, show: int, workers: int, **held_out: float | int
+) -> None:
     from omnitrain.data.converters import convert
 
-    report = convert(name, inputs, out, skip_bad=skip_bad, workers=workers)
+    report = convert(name, inputs, out, skip_bad=skip_bad, workers=workers, **held_out)
     console = _console()
     _print_report(console, name, report)
     for split in report.splits:
@@ -140,7 +188,10 @@ def _print_rows(console: Console, path: Path, count: int) -> None:
     from omnitrain.data.schema import RowFile
 
     rows = RowFile(path)
-    for index in range(min(count, len(rows))):
+    places: dict[str, list[int]] = {}
+    for index, modality in enumerate(rows.modalities):
+        places.setdefault(modality, []).append(index)
+    for index in sorted(index for found in places.values() for index in found[:count]):
         console.print(f"\n{path} row {index}\n{render(rows[index])}", soft_wrap=True)
 
 
@@ -157,12 +208,20 @@ def render(row: Row) -> str:
 
 
 def _render_part(part: Part, root: Path) -> str:
-    from omnitrain.data.media import RATE, load_audio, load_image
+    """Text as it is; of a video the frames that a recipe looks at by default."""
+    from omnitrain.data.media import RATE, load_audio, load_image, load_track, load_video
+    from omnitrain.data.video import FrameSampling
 
+    if part.type == "text":
+        return part.text or ""
     where = part.path or "inline"
     if part.type == "image":
         width, height = load_image(part, root).size
-        return f"[image {width}x{height} {where}]"
+        return f"[image {where} {width}x{height}]"
     if part.type == "audio":
-        return f"[audio {len(load_audio(part, root)) / RATE:.2f} s {where}]"
-    return part.text if part.type == "text" else f"[{part.type} {where}]"
+        return f"[audio {where} {len(load_audio(part, root)) / RATE:.2f} s]"
+    video = load_video(part, root, FrameSampling())
+    count, height, width, _ = video.frames.shape
+    track = load_track(part, root)
+    sound = "without a sound track" if track is None else f"with {len(track) / RATE:.2f} s of sound"
+    return f"[video {where} {width}x{height}, {count} frames of {video.seconds:.2f} s, {sound}]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -17,13 +18,15 @@ from omnitrain.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from omnitrain.recipe.schema import Recipe
+    from omnitrain.rundir import RunDir
 
 _Devices = Annotated[int, typer.Option(min=1, help="Processes.")]
 _RunDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep the rehearsal here; default a temporary directory.")
 ]
 
-SYNTHETIC_ROWS = 16
+SYNTHETIC_ROWS = 8
+"""Of each modality."""
 
 
 def register(app: typer.Typer) -> None:
@@ -35,10 +38,11 @@ def rehearse(
     recipe: _Recipes, sets: _Sets = [], unsets: _Unsets = [], devices: _Devices = 1, run_dir: _RunDir = None
 ) -> None:
     """Run a recipe for two steps with a tiny random model of its family and a handful of rows; every substitution is printed."""
-    from omnitrain.launch import launch, visible_accelerators
+    from omnitrain.cli.loopback import loopback
+    from omnitrain.launch import visible_accelerators
     from omnitrain.recipe.loader import load
     from omnitrain.recipe.plan import check_micro_batch
-    from omnitrain.recipe.rehearsal import rehearsal
+    from omnitrain.recipe.rehearsal import endpoints
     from omnitrain.rundir import RunDir
 
     start = time.monotonic()
@@ -50,26 +54,37 @@ def rehearse(
     kind = visible_accelerators().kind
     folder = run_dir or Path(tempfile.mkdtemp(prefix="omnitrain-rehearsal-")) / "run"
     run = RunDir(folder)
-    final, substitutions = rehearsal(loaded.recipe, run.path)
-    if final.rollout is not None and final.rollout.engine == "vllm_omni" and (missing := _no_vllm(kind)):
-        final = _with_trainer_engine(final)
-        substitutions.append(f"rollout.engine: vllm_omni -> trainer ({missing})")
-    typer.echo(
-        f"rehearsing {loaded.recipe.name} on {devices} {kind} {'process' if devices == 1 else 'processes'}, in {run.path}"
-    )
-    for line in substitutions:
-        typer.echo(f"  {line}")
-    for note in run.prepare(final, fresh=True).notes:
-        typer.echo(f"  {note}")
-    _write_model(final)
-    _write_rows(final, run.path)
-    code = launch(run, devices, kind=kind)
+    with contextlib.ExitStack() as open_until_the_end:
+        asks, models = endpoints(loaded.recipe)
+        address = open_until_the_end.enter_context(loopback(models)) if asks else ""
+        code = _rehearse(loaded.recipe, run, devices, kind, address)
     if code:
         typer.echo(f"the rehearsal failed; its files are in {run.path}", err=True)
         raise typer.Exit(code)
     typer.echo(f"the rehearsal passed in {time.monotonic() - start:.0f} s")
     if run_dir is None:
         shutil.rmtree(run.path.parent)
+
+
+def _rehearse(recipe: Recipe, run: RunDir, devices: int, kind: str, address: str) -> int:
+    """Substitute, say so, write what is missing, and run; returns the exit code. `address` is the loopback's."""
+    from omnitrain.launch import launch
+    from omnitrain.recipe.rehearsal import DATA, rehearsal
+
+    final, substitutions = rehearsal(recipe, run.path, address)
+    if final.rollout is not None and final.rollout.engine == "vllm_omni" and (missing := _no_vllm(kind)):
+        final = _with_trainer_engine(final)
+        substitutions.append(f"rollout.engine: vllm_omni -> trainer ({missing})")
+    typer.echo(
+        f"rehearsing {recipe.name} on {devices} {kind} {'process' if devices == 1 else 'processes'}, in {run.path}"
+    )
+    for line in substitutions:
+        typer.echo(f"  {line}")
+    for note in run.prepare(final, fresh=True).notes:
+        typer.echo(f"  {note}")
+    _write_model(final)
+    _write_rows(final, recipe, run.path / DATA)
+    return launch(run, devices, kind=kind, deterministic=final.deterministic)
 
 
 def _no_vllm(kind: str) -> str | None:
@@ -86,7 +101,7 @@ def _no_vllm(kind: str) -> str | None:
 
 def _with_trainer_engine(recipe: Recipe) -> Recipe:
     from omnitrain.recipe.loader import validated
-    from omnitrain.recipe.schema import TrainerRollout
+    from omnitrain.recipe.rollout import TrainerRollout
 
     data = recipe.plain()
     known = {name: value for name, value in data["rollout"].items() if name in TrainerRollout.model_fields}
@@ -101,18 +116,17 @@ def _write_model(recipe: Recipe) -> None:
         raise RunError(f"the tiny {recipe.model.family} checkpoint could not be written (see above)")
 
 
-def _write_rows(recipe: Recipe, workdir: Path) -> None:
-    """Synthetic rows for the data files that are not here: the demo set, through the converter of real data."""
-    missing = {split: getattr(recipe.data, split) for split in ("train", "validation")}
-    missing = {split: path for split, path in missing.items() if path is not None and not path.exists()}
+def _write_rows(final: Recipe, recipe: Recipe, folder: Path) -> None:
+    """Synthetic rows for the data files in `folder`: those of the recipe that are not here."""
+    paths = [file.path for file in final.data.train_files] + final.data.validation_files
+    missing = [path for path in paths if path.parent == folder.absolute() and not path.exists()]
     if not missing:
         return
-    from omnitrain.data.converters import convert
-    from omnitrain.data.demo import write_demo
-    from omnitrain.recipe.rehearsal import DATA
+    from omnitrain.data.synthetic import write_synthetic
+    from omnitrain.recipe.rehearsal import synthetic_rows
 
-    published = write_demo(workdir / "demo", rows=SYNTHETIC_ROWS)
-    convert("avqa", [published], workdir / DATA)
-    for split, path in missing.items():
-        if not path.exists():
-            shutil.copyfile(workdir / DATA / f"{split}.parquet", path)
+    wanted = synthetic_rows(recipe)
+    for path in missing:
+        write_synthetic(
+            path, rows=SYNTHETIC_ROWS, modalities=wanted.modalities, labels=wanted.labels, pairs=wanted.pairs
+        )

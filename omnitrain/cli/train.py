@@ -88,7 +88,7 @@ def train(
     show_prepared(prepared, run.path)
     if token is None and _finished(final, prepared, run):
         raise typer.Exit(0)
-    raise typer.Exit(launch(run, count, torchrun_args, kind=found.kind))
+    raise typer.Exit(launch(run, count, torchrun_args, kind=found.kind, deterministic=final.deterministic))
 
 
 def _finished(recipe, prepared: Prepared, run) -> bool:
@@ -99,7 +99,8 @@ def _finished(recipe, prepared: Prepared, run) -> bool:
 
     if prepared.step is None:
         return False
-    total = total_steps(recipe, count_rows(recipe.data.train) if recipe.train.epochs else None)
+    rows = sum(count_rows(file.path) for file in recipe.data.train_files) if recipe.train.epochs else None
+    total = total_steps(recipe, rows)
     if prepared.step < total:
         return False
     typer.echo(f"finished already: {prepared.step} of {total} steps; train.max_steps or train.epochs sets a later end")
@@ -111,7 +112,7 @@ def _as_rank(loaded: Loaded, recipe, run, options: dict[str, bool]) -> int:
     """Inside an outer torchrun: rank 0 prepares the run directory, the others wait for it, then each is a rank."""
     from omnitrain.launch import environment, outer_token, visible_accelerators
 
-    os.environ.update(environment(visible_accelerators().kind))
+    os.environ.update(environment(visible_accelerators().kind, recipe.deterministic))
     if int(os.environ["RANK"]):
         run.wait_prepared(outer_token())
     else:

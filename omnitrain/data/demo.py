@@ -13,6 +13,8 @@ import json
 import random
 import shutil
 import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -37,19 +39,31 @@ def write_demo(folder: Path, *, rows: int = 768, seed: int = 0, warmup_noise: fl
     The same arguments give the same files, and find them when they are already there. DataError when
     an AVQA_R1 that is not a demo set is in the way.
     """
-    target = folder / "AVQA_R1"
-    made_with = {"rows": rows, "seed": seed, "warmup_noise": warmup_noise}
+    with demo_folder(folder / "AVQA_R1", rows=rows, seed=seed, warmup_noise=warmup_noise) as target:
+        if target is not None:
+            for split, count in {"train": rows, "valid": max(1, rows // 8), "warmup": rows}.items():
+                _write_split(target / split, split, count, seed, warmup_noise if split == "warmup" else 0.0)
+    return folder / "AVQA_R1"
+
+
+@contextmanager
+def demo_folder(target: Path, **made_with: float) -> Iterator[Path | None]:
+    """A temporary folder that replaces `target` at the end; None if that was made with the same arguments.
+
+    DataError when something that is not a demo set is in the way, or the disk is full.
+    """
     marker = target / "demo.json"
     if target.exists():
         if not marker.exists():
             raise DataError(f"{target}: is there already and is not a demo set; choose another directory")
         if json.loads(marker.read_text()) == made_with:
-            return target
-    temporary = folder / ".AVQA_R1.tmp"
+            yield None
+            return
+    temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        for split, count in {"train": rows, "valid": max(1, rows // 8), "warmup": rows}.items():
-            _write_split(temporary / split, split, count, seed, warmup_noise if split == "warmup" else 0.0)
+        temporary.mkdir(parents=True)
+        yield temporary
         (temporary / "demo.json").write_text(json.dumps(made_with) + "\n")
         if target.exists():
             shutil.rmtree(target)
@@ -58,7 +72,6 @@ def write_demo(folder: Path, *, rows: int = 768, seed: int = 0, warmup_noise: fl
         raise DataError(f"{error.filename or target}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target
 
 
 def _write_split(folder: Path, split: str, count: int, seed: int, noise: float) -> None:
@@ -69,8 +82,8 @@ def _write_split(folder: Path, split: str, count: int, seed: int, noise: float) 
         rng = random.Random(f"demo/{seed}/{split}/{index}")
         colour, pitch = rng.choice(list(COLOURS)), rng.choice(list(PITCHES))
         paths = {"image": f"images/sample_{index}.png", "audio": f"audios/sample_{index}.wav"}
-        _picture(COLOURS[colour], rng).save(folder / paths["image"], compress_level=1)
-        _write_wav(folder / paths["audio"], _tone(PITCHES[pitch], rng))
+        picture(COLOURS[colour], rng).save(folder / paths["image"], compress_level=1)
+        write_wav(folder / paths["audio"], tone(PITCHES[pitch], rng))
         letter = next(option[0] for option in OPTIONS if option[3:] == f"{colour} {pitch}")
         if rng.random() < noise:
             letter = rng.choice("ABCD")
@@ -89,22 +102,22 @@ def _write_split(folder: Path, split: str, count: int, seed: int, noise: float) 
     (folder / f"omni_rl_format_{split}.json").write_text(json.dumps(records, indent=1) + "\n")
 
 
-def _picture(rgb: tuple[int, int, int], rng: random.Random) -> Image.Image:
+def picture(rgb: tuple[int, int, int], rng: random.Random) -> Image.Image:
     """A square of one colour, a little off and with a little noise: (SIZE, SIZE) RGB."""
     shade = np.array(rgb) + [rng.randint(-20, 20) for _ in range(3)]
     noise = np.random.default_rng(rng.getrandbits(32)).integers(-8, 9, (SIZE, SIZE, 3))
     return Image.fromarray(np.clip(shade + noise, 0, 255).astype(np.uint8))
 
 
-def _tone(hertz: float, rng: random.Random) -> np.ndarray:
-    """A sine up to 5 % off the pitch, with a little noise: (RATE * SECONDS,) int16."""
-    count = int(RATE * SECONDS)
+def tone(hertz: float, rng: random.Random, seconds: float = SECONDS) -> np.ndarray:
+    """A sine up to 5 % off the pitch, with a little noise: (RATE * seconds,) int16."""
+    count = int(RATE * seconds)
     phase = 2 * np.pi * hertz * rng.uniform(0.95, 1.05) * np.arange(count) / RATE + rng.uniform(0, 2 * np.pi)
     noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(count)
     return ((0.4 * np.sin(phase) + 0.01 * noise) * 32767).astype("<i2")
 
 
-def _write_wav(path: Path, samples: np.ndarray) -> None:
+def write_wav(path: Path, samples: np.ndarray) -> None:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)

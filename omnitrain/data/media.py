@@ -1,4 +1,4 @@
-"""Opening pictures and sounds: decoded the same way by the trainer and the engine, checked whole at prepare time."""
+"""Opening pictures, sounds and videos: decoded the same way by the trainer and the engine, checked whole at prepare time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from omnitrain.data.sample import Part
-from omnitrain.errors import DataError
+from omnitrain.data.video import FrameSampling, Video, check_video, decode_video
+from omnitrain.errors import BadMedia, DataError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,14 +24,6 @@ RATE = 16000
 
 MIN_SECONDS = 0.025
 """One window of the feature extractor; a shorter sound has no frame."""
-
-
-class BadMedia(Exception):
-    """A file that cannot be used: `reason` is the drop reason ("truncated image"), the message says more."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason} ({detail})" if detail else reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -43,6 +36,12 @@ class Inspected:
     """Samples per second of a sound, before resampling."""
     sha256: str = ""
     """Of the file's bytes."""
+    seconds: float = 0.0
+    """Of a sound or a video."""
+    frames: int = 0
+    """Of a video."""
+    has_audio: bool = False
+    """A sound, or a video whose sound track can be used (there is one, and it is long enough to hear)."""
 
 
 def load_image(part: Part, root: Path) -> Image.Image:
@@ -55,28 +54,37 @@ def load_audio(part: Part, root: Path, rate: int = RATE) -> "NDArray[np.float32]
     return _load(part, root, lambda file: _resample(*_decode_audio(file), rate))
 
 
+def load_video(part: Part, root: Path, sampling: FrameSampling) -> Video:
+    """Decode the frames of a video part that `sampling` chooses. DataError as for images."""
+    return _load(part, root, lambda file: decode_video(file, sampling))
+
+
+def load_track(part: Part, root: Path, rate: int = RATE) -> "NDArray[np.float32] | None":
+    """The sound track of a video part as load_audio gives a sound; None where there is none to hear. DataError."""
+
+    def decode(file: BinaryIO) -> "NDArray[np.float32] | None":
+        found = _decode_track(file)
+        return None if found is None else _resample(*found, rate)
+
+    return _load(part, root, decode)
+
+
 def check_media(path: Path, kind: str) -> str | None:
-    """Decode a whole "image" or "audio" file; returns the reason it cannot be used, or None."""
+    """Decode a whole "image", "audio" or "video" file; returns the reason it cannot be used, or None."""
     return inspect(path, kind).reason
 
 
 def inspect(path: Path, kind: str) -> Inspected:
-    """Decode a whole "image" or "audio" file, and say what was found. Never raises for a bad file."""
+    """Decode a whole "image", "audio" or "video" file, and say what was found. Never raises for a bad file."""
     try:
         data = path.read_bytes()
     except OSError as error:
         return Inspected(f"unreadable {kind}", error.strerror or str(error))
-    rate = 0
     try:
-        if kind == "image":
-            _decode_image(io.BytesIO(data))
-        elif kind == "audio":
-            rate = _decode_audio(io.BytesIO(data))[1]
-        else:
-            raise ValueError(f"cannot check {kind} files")
+        found = _FACTS[kind](io.BytesIO(data))
     except BadMedia as error:
         return Inspected(error.reason, str(error))
-    return Inspected(None, rate=rate, sha256=hashlib.sha256(data).hexdigest())
+    return Inspected(None, sha256=hashlib.sha256(data).hexdigest(), **found)
 
 
 def media_path(part: Part, root: Path) -> Path:
@@ -183,6 +191,40 @@ def _decode_container(file: BinaryIO) -> tuple["NDArray[np.float32]", int]:
     except (av.FFmpegError, UnicodeDecodeError) as error:
         raise BadMedia("unreadable audio", str(error)) from error
     return (np.concatenate(frames, axis=1).T if frames else np.zeros((0, 1), np.float32)), rate
+
+
+def _decode_track(file: BinaryIO) -> tuple["NDArray[np.float32]", int] | None:
+    try:
+        return _decode_audio(file)
+    except BadMedia as error:
+        if error.reason in ("no audio track", "empty audio", "audio too short"):
+            return None
+        raise
+
+
+def _image_facts(file: BinaryIO) -> dict:
+    _decode_image(file)
+    return {}
+
+
+def _audio_facts(file: BinaryIO) -> dict:
+    samples, rate = _decode_audio(file)
+    return {"rate": rate, "seconds": len(samples) / rate, "has_audio": True}
+
+
+def _video_facts(file: BinaryIO) -> dict:
+    facts = check_video(file)
+    file.seek(0)
+    track = _decode_track(file)
+    return {
+        "seconds": facts.seconds,
+        "frames": facts.frames,
+        "has_audio": track is not None,
+        "rate": track[1] if track else 0,
+    }
+
+
+_FACTS = {"image": _image_facts, "audio": _audio_facts, "video": _video_facts}
 
 
 def _resample(samples: "NDArray[np.float32]", rate: int, to: int) -> "NDArray[np.float32]":

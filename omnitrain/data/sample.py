@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 MEDIA = ("image", "audio", "video")
+
+
+def modality_of(types: Iterable[str]) -> str:
+    """The modality of a row with parts of these types: "text", or the media types, as "image+audio"."""
+    found = set(types)
+    return "+".join(kind for kind in MEDIA if kind in found) or "text"
 
 
 @dataclass(frozen=True)
@@ -43,15 +50,14 @@ class Row:
     root: Path
     """The data directory that media paths are relative to."""
     index: int
-    """Position in its file."""
+    """Position in its file, or in the files taken together."""
     chosen: str | None = None
     rejected: str | None = None
 
     @property
     def modality(self) -> str:
         """"text", or the media types in it, as "image+audio"."""
-        found = {part.type for message in self.messages for part in message.content}
-        return "+".join(kind for kind in MEDIA if kind in found) or "text"
+        return modality_of(part.type for message in self.messages for part in message.content)
 
 
 @dataclass
@@ -64,11 +70,15 @@ class Prompt:
     engine_ids: list[int]
     """The same with one placeholder per media item, which is what the engine expands itself."""
     media: dict[str, Any]
-    """Decoded media for the engine: {"image": [PIL.Image], "audio": [(float32 array, 16000)]}."""
+    """Decoded media for the engine, in the sizes that the trainer sees: {"image": [PIL.Image], "audio": [(float32 array,
+    16000)], "video": [(uint8 array (frames, height, width, 3), facts)]}. Tracks heard within videos are the first audio."""
     features: dict[str, "torch.Tensor"]
-    """Processor outputs for the trainer: pixel_values, image_grid_thw, input_features, feature_attention_mask."""
+    """Processor outputs for the trainer: pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw,
+    input_features, feature_attention_mask."""
     positions: "torch.Tensor"
     """(3, T) int64 multimodal rotary positions."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the engine must know of the media besides: for each video, "second_per_grid_ts" and "use_audio_in_video"."""
 
 
 @dataclass
@@ -76,7 +86,7 @@ class Sample:
     """One sampled response. Small and picklable: ranks exchange these, never media."""
 
     row: int
-    """Row index in the data file."""
+    """Row index in the data."""
     group: int
     """Index of the prompt within the step; all samples of one prompt share it."""
     child: int
@@ -95,6 +105,10 @@ class Sample:
     """By reward name; a failed one is absent."""
     failed: bool = False
     """A reward failed with policy "skip": in no statistic and in no update."""
+    reward_failures: int = 0
+    """Rewards that failed on it, whatever their policy made of that."""
     reward: float = float("nan")
     """Weighted sum."""
     advantage: float = 0.0
+    reference_sum: float | None = None
+    """Summed log-prob of `tokens` under the reference, where it was computed beforehand."""

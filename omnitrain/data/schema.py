@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnitrain.data.sample import MEDIA, Message, Part, Row
+from omnitrain.data.sample import MEDIA, Message, Part, Row, modality_of
 from omnitrain.errors import DataError
 
 SCHEMA_VERSION = 1
@@ -168,12 +168,23 @@ class RowFile:
                 self._ids = self._read(lambda: self._file.read(["id"])).column("id").to_pylist()
         return self._ids
 
+    def column(self, name: str) -> list[str | None]:
+        """One text column of all rows: answer, chosen, rejected, source. Reads no media."""
+        with self._lock:
+            return self._read(lambda: self._file.read([name])).column(name).to_pylist()
+
+    @property
+    def modalities(self) -> list[str]:
+        """Row.modality of all rows, in order. Reads the parts' types, not the parts."""
+        leaf = next(path for path in _leaves(self._file) if path.startswith("messages.") and path.endswith(".type"))
+        with self._lock:
+            turns = self._read(lambda: self._file.read([leaf])).column("messages").to_pylist()
+        return [modality_of(part["type"] for turn in row for part in turn["content"] or ()) for row in turns]
+
     def first_without(self, *columns: str) -> str | None:
         """Id of the first row in which all of these columns are empty; None if there is none. Reads no media."""
-        with self._lock:
-            table = self._read(lambda: self._file.read(["id", *columns]))
-        found = (row for row in table.to_pylist() if all(row[name] is None for name in columns))
-        return next(found, {}).get("id")
+        empty = (all(value is None for value in values) for values in zip(*map(self.column, columns)))
+        return next((self.ids[index] for index, found in enumerate(empty) if found), None)
 
     def _group(self, group: int) -> pa.Table:
         if group not in self._cache:
@@ -188,6 +199,10 @@ class RowFile:
             return read()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.path}: damaged ({_first_line(error)}); prepare it again") from error
+
+
+def _leaves(file: pq.ParquetFile) -> list[str]:
+    return [file.schema.column(index).path for index in range(len(file.schema))]
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -254,8 +269,7 @@ class _Counts:
             _check_part(name, part)
         self.ids.add(name)
         self.sources[row["source"]] += 1
-        found = {part["type"] for part in parts}
-        self.modalities["+".join(kind for kind in MEDIA if kind in found) or "text"] += 1
+        self.modalities[modality_of(part["type"] for part in parts)] += 1
         return {**row, "meta": json.dumps(row.get("meta") or {}, ensure_ascii=False, sort_keys=True)}
 
 

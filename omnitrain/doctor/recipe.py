@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
+from urllib.parse import urlsplit
 
 from omnitrain.doctor.check import OK, PROBLEM, WARNING, Check, Finding, first_line, run_python
-from omnitrain.errors import DataError, ModelError, OmnitrainError
+from omnitrain.errors import DataError, ModelError, OmnitrainError, RunError, UsageError
 from omnitrain.recipe.loader import Loaded
 from omnitrain.recipe.schema import Recipe
 from omnitrain.recipe.sizes import hub_name
@@ -26,13 +27,14 @@ def checks(loaded: Loaded, devices: int | None = None, memory_gib: float | None 
 
 def data_files(recipe: Recipe) -> list[Finding]:
     """Each data file: that it opens, how many rows it has, and that the media of its first rows decode."""
-    files = {"data.train": recipe.data.train, "data.validation": recipe.data.validation}
-    return [_data_file(field, path) for field, path in files.items() if path is not None]
+    train = [_data_file("data.train", file.path) for file in recipe.data.train_files]
+    return train + [_data_file("data.validation", path) for path in recipe.data.validation_files]
 
 
 def _data_file(field: str, path) -> Finding:
-    from omnitrain.data.media import load_audio, load_image
+    from omnitrain.data.media import load_audio, load_image, load_video
     from omnitrain.data.schema import RowFile
+    from omnitrain.data.video import FrameSampling
 
     name = f"recipe {field}"
     opened = 0
@@ -45,6 +47,8 @@ def _data_file(field: str, path) -> Finding:
                     load_image(part, row.root)
                 elif part.type == "audio":
                     load_audio(part, row.root)
+                elif part.type == "video":
+                    load_video(part, row.root, FrameSampling())
                 else:
                     continue
                 opened += 1
@@ -76,9 +80,13 @@ def _model_fix(path: str) -> str:
 
 
 def reward(recipe: Recipe, index: int, files: list[str] = ["recipe.toml"]) -> Finding:
-    """A reward's function imports, in a process of its own as in a run."""
+    """A reward's function imports, in a process of its own as in a run; an endpoint answers."""
+    from omnitrain.rewards import ENDPOINTS, fields
+
     spec, name = recipe.rewards[index], f"recipe rewards[{index}]"
-    known = {"kind": spec.kind, "function": getattr(spec, "function", None)}
+    if spec.kind in ENDPOINTS:
+        return _endpoint(name, spec, index, files)
+    known = {"function": None} | fields(spec)
     code = f"from types import SimpleNamespace as S; from omnitrain.rewards import load_reward; load_reward(S(**{known!r}))"
     outcome = run_python(["-c", code], timeout=120)
     what = known["function"] or spec.kind
@@ -86,6 +94,35 @@ def reward(recipe: Recipe, index: int, files: list[str] = ["recipe.toml"]) -> Fi
         fix = _module_fix(known["function"], files) if known["function"] else "make install"
         return Finding(name, PROBLEM, f"{what}: {outcome.reason()}", fix)
     return Finding(name, OK, f"{what} imports")
+
+
+def _endpoint(name: str, spec, index: int, files: list[str]) -> Finding:
+    import asyncio
+
+    from omnitrain.rewards.endpoints import check
+
+    try:
+        asyncio.run(check(f"rewards[{index}]", spec))
+    except UsageError as error:
+        return Finding(name, PROBLEM, first_line(str(error), 240), f"read -rs {spec.api_key_env} && export {spec.api_key_env}")
+    except RunError as error:
+        return Finding(name, PROBLEM, first_line(str(error), 320), _serve(spec, files))
+    return Finding(name, OK, f"{spec.url} answers")
+
+
+def _serve(spec, files: list[str]) -> str:
+    """The command that serves an endpoint of this machine, on the last accelerator where there are several."""
+    from omnitrain.launch import visible_accelerators
+
+    url = urlsplit(spec.url)
+    if url.hostname not in ("localhost", "127.0.0.1", "::1") or not hasattr(spec, "model"):
+        return f"curl -i {quote(spec.url)}  # start the server there, or correct rewards[].url"
+    command = f"vllm serve {quote(spec.model)} --port {url.port or 80}"
+    count = visible_accelerators().count
+    if count < 2:
+        return command
+    train = f"omnitrain train {' '.join(map(quote, files))} --devices {count - 1}"
+    return f"CUDA_VISIBLE_DEVICES={count - 1} {command}  # and the run on the others: {train}"
 
 
 def _module_fix(function: str, files: list[str]) -> str:

@@ -116,6 +116,8 @@ def type_text(annotation: Any) -> str:
         return " or ".join(f'"{value}"' for value in args)
     if origin in (Union, types.UnionType):
         return " or ".join(type_text(argument) for argument in args if argument is not type(None))
+    if origin is dict:
+        return f"a table of {_PLURALS[args[1]]}"
     if origin is tuple:
         return "[" + ", ".join(_NAMES.get(argument, str(argument)) for argument in args) + "]"
     if origin is list:

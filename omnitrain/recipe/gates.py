@@ -75,6 +75,7 @@ GATES: dict[str, Gate] = {
         "stops below 0.99 or above 0.1 and warns below 0.995; in float32 it stops below 0.9999 or above 1e-3.",
         (
             "positions of media tokens differ between the engine and the trainer",
+            "the frames of a video, or its sound, are placed at other times on one side",
             "the audio or vision tower attends differently on one side",
             "the temperature is applied on one side only",
             "router flips of a mixture of experts in bfloat16",
@@ -87,7 +88,7 @@ GATES: dict[str, Gate] = {
         "The prompt ids that the engine expanded and those the processor wrote, one prompt of each modality.",
         (
             "already expanded placeholders were expanded again",
-            "the engine resizes or resamples media by other limits",
+            "the engine resizes or resamples media by other limits (data.image, data.video), or takes other frames",
             "two versions of the processor's configuration",
         ),
         "The first differing position is in the message. Use the checkpoint's own processor files.",

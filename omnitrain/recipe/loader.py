@@ -77,11 +77,10 @@ def check_files(loaded: Loaded, missing_ok: bool = False) -> None:
 
     With `missing_ok` only a directory in place of a file is an error: a plan may be made elsewhere.
     """
+    data = loaded.recipe.data
+    named = [("train", file.path) for file in data.train_files] + [("validation", path) for path in data.validation_files]
     problems = []
-    for field in ("train", "validation"):
-        path = getattr(loaded.recipe.data, field)
-        if path is None:
-            continue
+    for field, path in named:
         if path.is_dir():
             inside = sorted(str(item) for item in path.glob("*.parquet"))
             hint = f"; did you mean {inside[0]}?" if inside else "; name the parquet file"
@@ -99,13 +98,17 @@ def check_files(loaded: Loaded, missing_ok: bool = False) -> None:
 def resolved(recipe: Recipe) -> Recipe:
     """The same recipe with absolute paths, so that it runs from any directory."""
     data = recipe.plain()
+    absolute = lambda path: str(Path(path).absolute())  # noqa: E731
     for field in ("train", "validation"):
         if field in data["data"]:
-            data["data"][field] = str(Path(data["data"][field]).absolute())
+            paths = data["data"][field]
+            several = isinstance(paths, list)
+            data["data"][field] = [absolute(path) for path in paths] if several else absolute(paths)
     if Path(recipe.model.path).is_dir():
-        data["model"]["path"] = str(Path(recipe.model.path).absolute())
-    if recipe.model.init_from is not None:
-        data["model"]["init_from"] = str(Path(recipe.model.init_from).absolute())
+        data["model"]["path"] = absolute(recipe.model.path)
+    for field in ("init_from", "adapter"):
+        if field in data["model"]:
+            data["model"][field] = absolute(data["model"][field])
     return validated(data)
 
 

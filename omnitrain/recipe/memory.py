@@ -17,6 +17,12 @@ PROCESS_GIB = 6.0  # host: Python, torch, vLLM and pinned staging of one rank
 LOGIT_CHUNK = 2**26  # log-probs are computed in chunks of about so many logits
 
 
+def longest(recipe: Recipe) -> int:
+    """Tokens of the longest sequence: the prompt, and the response where its length is known."""
+    response = recipe.rollout.max_new_tokens if recipe.rollout else recipe.data.max_response_tokens or 0
+    return recipe.data.max_prompt_tokens + response
+
+
 @dataclass(frozen=True)
 class Phase:
     """What is in memory during one phase."""
@@ -51,7 +57,7 @@ class Need:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return self.recipe.data.max_prompt_tokens + (self.recipe.rollout.max_new_tokens if self.recipe.rollout else 0)
+        return longest(self.recipe)
 
     @cached_property
     def trained(self) -> int:
@@ -64,7 +70,7 @@ class Need:
         if self.recipe.rollout is None:
             return (self.train(None),)
         rollout = self.rollout()
-        reward = Phase("reward", rollout.parts + (("rewards (on the CPU)", 0.0),))
+        reward = Phase("reward", rollout.parts + (("rewards (on the CPU, or elsewhere)", 0.0),))
         return (self.sync(), rollout, reward, self.train(sleep)) if self.engine else (rollout, reward, self.train(None))
 
     def resident(self) -> tuple[tuple[str, float], ...]:
@@ -73,6 +79,10 @@ class Need:
         if self.recipe.model.lora is not None:
             parts.append(("frozen weights, sharded", self.sizes.decoder * self.width / self.devices / GIB))
         parts.append(("trained weights and Adam", self.trained * 12 / self.devices / GIB))
+        if self.recipe.train.ema is not None:
+            parts.append(("moving average", self.trained * 4 / self.devices / GIB))
+        if self.recipe.model.adapter is not None:
+            parts.append(("starting adapter (reference)", self.trained * 4 / self.devices / GIB))
         return tuple(parts)
 
     def engine_weights(self) -> tuple[tuple[str, float], ...]:
@@ -111,11 +121,9 @@ class Need:
 
     def sync(self) -> Phase:
         """The engine's weights are awake, its cache is not; one layer is gathered at a time."""
-        layer = (
-            self.sizes.layer
-            if self.recipe.model.lora is None
-            else sum(i * o for i, o in self.sizes.projections.values())
-        )
+        lora = self.recipe.model.lora
+        whole = lora is None or any(name in self.sizes.expert_projections for name in lora.module_names())
+        layer = self.sizes.layer if whole else sum(i * o for i, o in self.sizes.projections.values())
         return Phase("sync", self.resident() + self.engine_weights() + (("one gathered layer", layer * 4 * 2 / GIB),))
 
     def train(self, sleep: str | None) -> Phase:
@@ -149,8 +157,14 @@ class Need:
         return Phase("host", parts)
 
     def checkpoint(self) -> float:
-        """GiB on disk of one checkpoint, all ranks together: trained weights and Adam's moments."""
-        return self.trained * 12 / GIB
+        """GiB on disk of one checkpoint, all ranks together: trained weights, Adam's moments, the moving average."""
+        return self.trained * (12 if self.recipe.train.ema is None else 16) / GIB
+
+    def disk(self) -> float:
+        """GiB on disk of a run: the checkpoints that are kept, the one being written, and the starting adapter's copy."""
+        kept = self.recipe.checkpoint.keep_last + (self.recipe.checkpoint.keep_best is not None) + 1
+        start = self.trained * 4 / GIB if self.recipe.model.adapter is not None else 0.0
+        return self.checkpoint() * kept + start
 
     def _gathered(self) -> tuple[tuple[str, float], ...]:
         """The layer at work and the next one, whole; one device needs no copy of a frozen layer."""

@@ -1,8 +1,9 @@
 """What a run would do, from arithmetic alone: steps and updates, memory of each phase, and whether it fits."""
 
+import itertools
 import json
+import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from omnitrain.errors import RecipeError
@@ -10,7 +11,7 @@ from omnitrain.models.qwen3_omni import spec as qwen3_omni
 from omnitrain.recipe import memory
 from omnitrain.recipe.loader import validated
 from omnitrain.recipe.memory import Phase
-from omnitrain.recipe.rows import count_rows
+from omnitrain.recipe.rows import count_rows, modalities
 from omnitrain.recipe.schema import Recipe
 from omnitrain.recipe.sizes import Sizes
 
@@ -18,6 +19,10 @@ FAMILIES = {"qwen3_omni": qwen3_omni}
 
 # Allocators fragment and estimates err: a run that needs more than this share of the device is called tight.
 COMFORTABLE = 0.95
+
+# The machines of the table at the end of a plan.
+DEVICES = (1, 4, 8)
+MEMORIES = (80.0, 141.0)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,12 @@ class Batch:
     """Steps of the whole run; None if it depends on rows that are not here."""
     engines: int
     """Rollout engines; 0 without a rollout."""
+    most_draws: int = 1
+    """Rollouts of one step at most: dynamic sampling draws again for groups that teach nothing."""
+    noun: str = "prompt"
+    """What a step draws: prompts, or preference pairs."""
+    precomputed: bool = False
+    """The reference's log-probs of all rows are computed before step 1."""
 
     @property
     def updates_per_step(self) -> int:
@@ -70,7 +81,7 @@ class Plan:
     host: Phase | None
     """Main memory, per device."""
     disk_gib: float | None
-    """The checkpoints that are kept, and the one being written."""
+    """The checkpoints that are kept, and the one being written, with whatever else a run keeps."""
     sleep: str | None
     """rollout.sleep with "auto" resolved; None without an engine that sleeps."""
     kv_tokens: int | None
@@ -80,6 +91,12 @@ class Plan:
     knob: str | None
     """What to change so that it fits."""
     warnings: tuple[str, ...]
+
+
+def training_rows(recipe: Recipe) -> int | None:
+    """Rows of all training files; None where one of them is not here."""
+    paths = [file.path for file in recipe.data.train_files]
+    return sum(map(count_rows, paths)) if all(path.is_file() for path in paths) else None
 
 
 def total_steps(recipe: Recipe, rows: int | None) -> int | None:
@@ -107,8 +124,7 @@ def make_plan(recipe: Recipe, devices: int, memory_gib: float | None = None) -> 
     _check_targets(recipe, sizes)
     _check_length(recipe, sizes)
     check_micro_batch(recipe)
-    rows = count_rows(recipe.data.train) if recipe.data.train.is_file() else None
-    batch = _batch(recipe, devices, rows)
+    batch = _batch(recipe, devices, training_rows(recipe))
     plan = Plan(devices, memory_gib, batch, sizes, (), None, None, None, None, None, None, ())
     if sizes is not None:
         plan = _with_memory(recipe, plan)
@@ -138,13 +154,14 @@ def _check_targets(recipe: Recipe, sizes: Sizes | None) -> None:
     if recipe.model.lora is None or sizes is None:
         return
     names = recipe.model.lora.module_names()
-    unknown = [name for name in names if name.rsplit(".", 1)[-1] not in sizes.projections]
+    known = [*sizes.projections, *(sizes.expert_projections if sizes.experts else ())]
+    unknown = [name for name in names if name.rsplit(".", 1)[-1] not in known]
     if unknown or not names:
         sets = ", ".join(f'"{name}"' for name in FAMILIES[recipe.model.family].LORA_TARGETS)
         raise RecipeError(
             f"model.lora.targets = {json.dumps(recipe.model.lora.targets)} "
             + (f"matches no module: {', '.join(unknown)}" if unknown else "is empty")
-            + f"; the text decoder has {', '.join(sizes.projections)}, and the named sets are {sets}"
+            + f"; the text decoder has {', '.join(known)}, and the named sets are {sets}"
         )
 
 
@@ -157,6 +174,8 @@ def _check_length(recipe: Recipe, sizes: Sizes | None) -> None:
     if recipe.rollout is not None:
         wanted += [(" + rollout.max_new_tokens", recipe.rollout.max_new_tokens)]
         wanted += [(" + validate.max_new_tokens", recipe.validate_.max_new_tokens or 0)]
+    elif recipe.data.max_response_tokens:
+        wanted += [(" + data.max_response_tokens", recipe.data.max_response_tokens)]
     name, new = max(wanted, key=lambda pair: pair[1])
     if prompt + new > longest:
         values = f"{prompt} + {new} = {prompt + new}" if new else f"{prompt}"
@@ -180,7 +199,7 @@ def check_micro_batch(recipe: Recipe) -> None:
 
 
 def _batch(recipe: Recipe, devices: int, rows: int | None) -> Batch:
-    train, rollout = recipe.train, recipe.rollout
+    train, rollout, algorithm = recipe.train, recipe.rollout, recipe.algorithm
     return Batch(
         rows=rows,
         prompts_per_step=train.prompts_per_step,
@@ -188,6 +207,9 @@ def _batch(recipe: Recipe, devices: int, rows: int | None) -> Batch:
         group_size=rollout.group_size if rollout else 1,
         steps=total_steps(recipe, rows),
         engines=devices // getattr(rollout, "tensor_parallel", 1) if rollout else 0,
+        most_draws=algorithm.max_generation_batches if algorithm.kind == "dapo" and algorithm.dynamic_sampling else 1,
+        noun="pair" if algorithm.kind == "dpo" else "prompt",
+        precomputed=algorithm.kind == "dpo" and algorithm.reference == "precomputed",
     )
 
 
@@ -208,7 +230,7 @@ def _with_memory(recipe: Recipe, plan: Plan) -> Plan:
         plan,
         phases=phases,
         host=need.host(),
-        disk_gib=need.checkpoint() * (recipe.checkpoint.keep_last + (recipe.checkpoint.keep_best is not None) + 1),
+        disk_gib=need.disk(),
         sleep=sleep,
         kv_tokens=need.kv_tokens(),
         verdict=verdict,
@@ -242,9 +264,8 @@ def _candidates(recipe: Recipe, plan: Plan):
         for value in [step for step in steps if step < now] + [step for step in reversed(steps) if step > now]:
             word = "lower" if value < now else "raise"
             yield {"rollout.gpu_memory_utilization": value}, f"{word} rollout.gpu_memory_utilization to {value}"
-    longest = recipe.data.max_prompt_tokens + (rollout.max_new_tokens if rollout else 0)
     tokens = train.max_tokens_per_device // 2
-    while tokens >= longest:
+    while tokens >= memory.longest(recipe) * (2 if recipe.algorithm.kind == "dpo" else 1):
         yield {"train.max_tokens_per_device": tokens}, f"lower train.max_tokens_per_device to {tokens}"
         tokens //= 2
     if plan.sleep is not None:
@@ -268,21 +289,32 @@ def _changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
 
 def _warnings(recipe: Recipe, plan: Plan):
     batch, train = plan.batch, recipe.train
-    for field in ("train", "validation"):
-        path: Path | None = getattr(recipe.data, field)
-        if path is not None and not path.exists():
-            yield f"data.{field} does not exist here: {path}"
+    data = recipe.data
+    for field, paths in (("train", [file.path for file in data.train_files]), ("validation", data.validation_files)):
+        for path in paths:
+            if not path.exists():
+                yield f"data.{field} does not exist here: {path}"
     if batch.rows is not None and batch.rows < batch.prompts_per_step:
         yield (
             f"train.prompts_per_step = {batch.prompts_per_step} is more than the {batch.rows} training rows: "
             "a step repeats rows"
         )
-    longest = recipe.data.max_prompt_tokens + (recipe.rollout.max_new_tokens if recipe.rollout else 0)
-    if recipe.rollout is None and longest > train.max_tokens_per_device:
+    longest = memory.longest(recipe)
+    if recipe.algorithm.kind == "dpo":
+        # Both answers of a pair follow the prompt, in one micro-batch.
+        if 2 * longest > train.max_tokens_per_device:
+            response = " + data.max_response_tokens" if data.max_response_tokens else ""
+            yield (
+                f"2 x (data.max_prompt_tokens{response}) = {2 * longest} is more than train.max_tokens_per_device = "
+                f"{train.max_tokens_per_device}: a pair of that length counts as overlong"
+            )
+    elif recipe.rollout is None and longest > train.max_tokens_per_device:
+        response = f" + data.max_response_tokens = {longest}" if data.max_response_tokens else f" = {longest}"
         yield (
-            f"data.max_prompt_tokens = {longest} is more than train.max_tokens_per_device = "
+            f"data.max_prompt_tokens{response} is more than train.max_tokens_per_device = "
             f"{train.max_tokens_per_device}: a prompt of that length would stop the run"
         )
+    yield from _media_warnings(recipe, plan)
     if batch.engines > batch.prompts_per_step:
         yield f"{batch.engines} engines share {batch.prompts_per_step} prompts a step: some have nothing to do"
     if batch.sequences_per_update < plan.devices:
@@ -300,3 +332,40 @@ def _warnings(recipe: Recipe, plan: Plan):
         yield f"train.warmup_updates = {train.warmup_updates} covers all {batch.updates} updates of the run"
     if recipe.data.validation is None and recipe.validate_.every is not None:
         yield "validate.every has no effect without data.validation"
+
+
+def media_tokens(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
+    """Most tokens of one "picture" and one "video", by the recipe's bounds on pixels and frames."""
+    picture, video = recipe.data.image, recipe.data.video
+    return sizes.media_tokens(picture.max_pixels, video.max_pixels, video.max_frames)
+
+
+def _media_warnings(recipe: Recipe, plan: Plan):
+    """Bounds of the recipe's own that leave no room for the rest of a prompt, where the rows hold such media.
+
+    The default bounds say nothing about the files, which may all be small.
+    """
+    if plan.sizes is None:
+        return
+    held = modalities([file.path for file in recipe.data.train_files])
+    fields = {"picture": ("image", "data.image.max_pixels"), "video": ("video", "data.video.max_pixels or max_frames")}
+    for name, most in media_tokens(recipe, plan.sizes).items():
+        kind, bounds = fields[name]
+        own = {"max_pixels", "max_frames"} & getattr(recipe.data, kind).model_fields_set
+        if own and kind in held and most >= recipe.data.max_prompt_tokens:
+            yield (
+                f"a {name} may take {most} tokens, and data.max_prompt_tokens = {recipe.data.max_prompt_tokens}: lower "
+                f"{bounds}, or longer prompts are left out"
+            )
+
+
+def on_common_machines(recipe: Recipe) -> list[tuple[Plan, int | None]]:
+    """Plans for machines of 1, 4 and 8 devices, each with the tensor_parallel that had to be lowered to divide them."""
+    plans = []
+    for devices, memory_gib in itertools.product(DEVICES, MEMORIES):
+        parallel, changed, lowered = getattr(recipe.rollout, "tensor_parallel", 1), recipe, None
+        if devices % parallel:
+            lowered = math.gcd(devices, parallel)
+            changed = _changed(recipe, {"rollout.tensor_parallel": lowered})
+        plans.append((make_plan(changed, devices, memory_gib), lowered))
+    return plans

@@ -4,6 +4,7 @@ A parquet file ends in its metadata (Thrift, compact protocol), the metadata's l
 metadata is the number of rows; what stands before it is skipped. A property test compares with pyarrow.
 """
 
+import json
 from pathlib import Path
 
 from omnitrain.errors import DataError
@@ -32,6 +33,18 @@ def count_rows(path: Path) -> int:
         raise DataError(f"{path} has damaged parquet metadata; write it again with `omnitrain prepare`") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def modalities(paths: list[Path]) -> set[str]:
+    """The kinds of media in these files ("image", "audio", "video"), by the summaries that lie beside them, if any."""
+    found: set[str] = set()
+    for path in paths:
+        try:
+            counts = json.loads(path.with_suffix(".summary.json").read_text())["modalities"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a file written by something else: then it is not known
+        found.update(kind for names in counts for kind in names.split("+"))
+    return found - {"text"}
 
 
 class _Compact:

@@ -1,5 +1,6 @@
 """Which changes of a recipe keep a run's mathematics, so that it may be resumed with them."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ RUNTIME = (
     "name",
     "trackers.",
     "samples.",
+    "profile.",
     "checkpoint.",
     "validate.",
     "gates.skip",
@@ -21,6 +23,11 @@ RUNTIME = (
     "rollout.max_batched_tokens",
     "rollout.enforce_eager",
     "rollout.tensor_parallel",
+    "rewards[].url",
+    "rewards[].api_key_env",
+    "rewards[].timeout",
+    "rewards[].retries",
+    "rewards[].concurrency",
     "train.max_tokens_per_device",
     "train.gradient_checkpointing",
 )
@@ -56,6 +63,7 @@ def _kind(path: str, old: Any, new: Any, recipe: Recipe) -> Literal["mathematics
     if path in _LIMITS:
         later = old is not None and (new is None or new > old)
         return "runtime" if later and recipe.train.schedule == "constant" else "mathematics"
+    path = re.sub(r"\[\d+\]", "[]", path)
     for field in RUNTIME:
         if path == field or (field.endswith(".") and path.startswith(field)):
             return "runtime"

@@ -1,36 +1,91 @@
 """The recipe: one pydantic model per TOML table. Imports no torch."""
 
-import math
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from omnitrain.models.qwen3_omni.spec import Qwen3OmniModel
+from omnitrain.recipe.algorithms import Algorithm
 from omnitrain.recipe.base import Section
+from omnitrain.recipe.rewards import Reward, check_rewards
+from omnitrain.recipe.rollout import Rollout
 
 GATES = ("g1", "g2", "g3", "g5", "g6", "g7", "g9", "g10")
 
 # Fields that only sampling or the gates read: an offline algorithm does neither.
 _DECODING = ("validate.temperature", "validate.top_p", "validate.top_k", "validate.max_new_tokens")
 ONLINE_ONLY = (*_DECODING, "samples.every", "samples.groups", "gates.skip")
+OFFLINE_ONLY = ("data.max_response_tokens", "data.batches", "data.modality_weights")
 
 # One line per family; with a second one this becomes Annotated[Union[...], Field(discriminator="family")].
 Model = Qwen3OmniModel
 
 
+class TrainFile(NamedTuple):
+    """One training file and its share of the draws; without a weight it is drawn from by its number of rows."""
+
+    path: Path
+    weight: float | None
+
+
+class Pixels(Section):
+    """How large a picture may be; a smaller or larger one is scaled, its shape kept."""
+
+    min_pixels: int = Field(3136, ge=1)
+    """Fewest pixels of a picture."""
+
+    max_pixels: int = Field(602112, ge=1)
+    """Most pixels of a picture."""
+
+    @model_validator(mode="after")
+    def _order(self):
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}")
+        return self
+
+
+class Video(Pixels):
+    """Which frames of a video are seen, and how large."""
+
+    fps: float = Field(2.0, gt=0)
+    """Frames per second."""
+
+    min_frames: int = Field(4, ge=2)
+    """Fewest frames of a video; a short one is seen more often than fps says."""
+
+    max_frames: int = Field(8, ge=2)
+    """Most frames of a video; of a long one they are spread over its whole length."""
+
+    min_pixels: int = Field(100352, ge=1)
+    """Fewest pixels of a frame."""
+
+    @model_validator(mode="after")
+    def _frames(self):
+        if self.min_frames > self.max_frames:
+            raise ValueError(
+                f"data.video.min_frames = {self.min_frames} is more than data.video.max_frames = {self.max_frames}"
+            )
+        return self
+
+
 class Data(Section):
     """The rows, written by `omnitrain prepare`."""
 
-    train: Path
-    """Parquet file of training rows."""
+    train: Path | list[Path]
+    """Parquet file of training rows, or a list of such files."""
 
-    validation: Path | None = None
-    """Parquet file of validation rows."""
+    train_weights: list[float] | None = None
+    """Share of the draws of each training file; without it every row is as likely as any other."""
+
+    validation: Path | list[Path] | None = None
+    """Parquet file of validation rows, or a list of such files."""
 
     max_prompt_tokens: int = Field(2048, ge=1)
     """Longest prompt, in tokens, media tokens included."""
+
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Longest given response, in tokens (offline algorithms); rows with a longer one count as overlong."""
 
     overlong: Literal["drop", "error"] = "drop"
     """What to do with a longer prompt. A prompt is never cut."""
@@ -41,161 +96,70 @@ class Data(Section):
     shuffle: bool = True
     """Draw the rows in a new order every epoch, from the seed."""
 
+    batches: Literal["mixed", "modality"] = "mixed"
+    """What a step's rows have in common: nothing, or their modality (offline algorithms)."""
 
-class Gspo(Section):
-    """Group Sequence Policy Optimization (arXiv 2507.18071): one importance ratio per response."""
+    modality_weights: dict[str, float] | None = None
+    """With batches = "modality": how often each comes, such as { image = 1, audio = 1 }; default equally often."""
 
-    kind: Literal["gspo"]
-    """The algorithm."""
+    image: Pixels = Field(default_factory=Pixels)
 
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """The ratio is clipped at 1 - clip_low."""
+    video: Video = Field(default_factory=Video)
 
-    clip_high: float = Field(4e-4, gt=0)
-    """The ratio is clipped at 1 + clip_high."""
-
-    kl: float = Field(0.0, ge=0)
-    """Weight of the per-token k3 KL to the reference (adapter off)."""
-
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Whose log-probs the ratio is taken against: recomputed by the trainer, or the engine's own (no extra forward)."""
+    use_audio_in_video: bool | Literal["separate"] = False
+    """A video's sound track: ignored, heard between its frames (true), or heard after it as a sound of its own."""
 
     @property
-    def online(self) -> bool:
-        return True
-
-
-class Sft(Section):
-    """Supervised fine-tuning: cross-entropy on the answer (the row's `chosen`, else its `answer`)."""
-
-    kind: Literal["sft"]
-    """The algorithm."""
-
-    template: str = "{answer}"
-    """How the target response is written; `{answer}` is replaced."""
+    def train_files(self) -> list[TrainFile]:
+        paths = self.train if isinstance(self.train, list) else [self.train]
+        return [TrainFile(path, weight) for path, weight in zip(paths, self.train_weights or [None] * len(paths))]
 
     @property
-    def online(self) -> bool:
-        return False
+    def validation_files(self) -> list[Path]:
+        if self.validation is None:
+            return []
+        return self.validation if isinstance(self.validation, list) else [self.validation]
 
-
-Algorithm = Annotated[Union[Gspo, Sft], Field(discriminator="kind")]
-
-
-class _Rollout(Section):
-    group_size: int = Field(16, ge=1)
-    """Responses per prompt."""
-
-    max_new_tokens: int = Field(1024, ge=1)
-    """Longest response, in tokens."""
-
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by it too."""
-
-    max_concurrent: int = Field(256, ge=1)
-    """Most responses an engine works on at once."""
-
-
-class VllmOmniRollout(_Rollout):
-    """vLLM-Omni inside each training process."""
-
-    engine: Literal["vllm_omni"] = "vllm_omni"
-    """The rollout engine."""
-
-    tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share one engine; must divide the number of ranks."""
-
-    gpu_memory_utilization: float = Field(0.7, gt=0, lt=1)
-    """Share of the accelerator's memory that the engine may fill while it is awake."""
-
-    sleep: Literal["auto", "off", "kv", "weights"] = "auto"
-    """What the engine gives back between rollouts: nothing, its KV cache, or its weights as well."""
-
-    prefix_caching: bool = True
-    """Share the KV cache of equal prompt beginnings."""
-
-    enforce_eager: bool = False
-    """Do not capture device graphs."""
-
-    max_batched_tokens: int = Field(8192, ge=64)
-    """Most tokens in one engine step."""
-
-
-class TrainerRollout(_Rollout):
-    """The trainer's own module samples, token by token: slow, and the oracle for every other engine."""
-
-    engine: Literal["trainer"]
-    """The rollout engine."""
-
-
-def _engine(value: Any) -> str:
-    engine = value.get("engine", "vllm_omni") if isinstance(value, dict) else getattr(value, "engine", "?")
-    return engine if isinstance(engine, str) else "?"
-
-
-Rollout = Annotated[
-    Union[Annotated[VllmOmniRollout, Tag("vllm_omni")], Annotated[TrainerRollout, Tag("trainer")]],
-    Discriminator(_engine),
-]
-
-
-_NUMBER = re.compile(r"[-+0-9.eE]+")
-
-
-class _Reward(Section):
-    weight: float = 1.0
-    """Weight in the sum of rewards."""
-
-    timeout: float = Field(30.0, gt=0)
-    """Seconds one sample may take."""
-
-    on_failure: str = "fail"
-    """"fail" stops the run, "skip" leaves the sample out, "value:x" uses x instead."""
-
-    @field_validator("on_failure")
+    @field_validator("train", "validation")
     @classmethod
-    def _number(cls, value: str) -> str:
-        text = value.removeprefix("value:")
-        if text == value and value not in ("fail", "skip"):
-            raise ValueError(f'on_failure = "{value}" is not "fail", "skip" or "value:NUMBER"')
-        try:
-            finite = text == value or (_NUMBER.fullmatch(text) and math.isfinite(float(text)))
-        except ValueError:
-            finite = False
-        if not finite:
-            raise ValueError(f'on_failure = "{value}" needs a finite number after "value:"')
+    def _some(cls, value, info):
+        if isinstance(value, list) and not value:
+            raise ValueError(f"data.{info.field_name} is an empty list; name a parquet file")
+        if isinstance(value, list) and len(set(value)) < len(value):
+            raise ValueError(f"data.{info.field_name} names a file twice; a file's share is data.train_weights")
         return value
 
-
-class ChoiceReward(_Reward):
-    """1 if the single <answer>X</answer> of the response is the label, else 0."""
-
-    kind: Literal["choice"]
-    """The reward."""
-
-
-class MathReward(_Reward):
-    """1 if the boxed, tagged or last number of the response equals the label, else 0."""
-
-    kind: Literal["math"]
-    """The reward."""
-
-
-class PythonReward(_Reward):
-    """A function of your own: `function(response: str, row: dict) -> float`, one finite number.
-
-    `row` has id (str), answer (str or None; of choice data "<answer>A</answer>"), source (str) and meta (dict).
-    What it prints goes to logs/rewards_RANK.log. See docs/rewards.md.
-    """
-
-    kind: Literal["python"]
-    """The reward."""
-
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """Where it is: "package.module:function", importable from the working directory."""
+    @model_validator(mode="after")
+    def _weights(self):
+        if self.train_weights is not None:
+            files = len(self.train) if isinstance(self.train, list) else 1
+            if len(self.train_weights) != files:
+                raise ValueError(
+                    f"data.train_weights has {len(self.train_weights)} numbers for {files} files of data.train; "
+                    "give one for each"
+                )
+        for field, weights in (
+            ("train_weights", self.train_weights or []),
+            ("modality_weights", (self.modality_weights or {}).values()),
+        ):
+            if any(weight <= 0 for weight in weights):
+                raise ValueError(f"data.{field}: each weight must be above 0; leave out what is not wanted")
+        if self.modality_weights is not None and self.batches != "modality":
+            raise ValueError(
+                'data.modality_weights has no effect with data.batches = "mixed"; remove it, or set data.batches = '
+                '"modality"'
+            )
+        return self
 
 
-Reward = Annotated[Union[ChoiceReward, MathReward, PythonReward], Field(discriminator="kind")]
+class Ema(Section):
+    """A moving average of the trained weights, in float32."""
+
+    decay: float = Field(0.99, gt=0, lt=1)
+    """Share of the average that stays at each refresh."""
+
+    every: int = Field(1, ge=1)
+    """Updates between refreshes."""
 
 
 class Train(Section):
@@ -237,6 +201,9 @@ class Train(Section):
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
 
+    ema: Ema | None = None
+    """Keep a moving average of the trained weights, for validation and export."""
+
     @model_validator(mode="after")
     def _counts(self):
         if self.max_steps is None and self.epochs is None:
@@ -263,7 +230,10 @@ class Validate(Section):
     """Validate before the first step."""
 
     max_rows: int | None = Field(None, ge=1)
-    """Use only the first rows of the validation file."""
+    """Use only the first rows of the validation data."""
+
+    balance: Literal["none", "modality"] = "none"
+    """With max_rows: take the first rows of the data, or as many of each modality."""
 
     temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
@@ -325,6 +295,28 @@ class Wandb(Section):
     """The project's name."""
 
 
+class Profile(Section):
+    """Look at where a few steps spend their time and memory; the files are in the run's profile/."""
+
+    steps: list[int] = [2]
+    """Steps to record with torch's profiler: a chrome trace per rank. None ([]) leaves the device to Nsight Systems."""
+
+    memory: bool = False
+    """Also write a snapshot of the accelerator's memory after each of them."""
+
+    nvtx: bool = False
+    """Mark the phases of every step with NVTX ranges, for Nsight Systems."""
+
+    @model_validator(mode="after")
+    def _steps(self):
+        if any(step < 1 for step in self.steps):
+            raise ValueError(f"profile.steps = {self.steps}: steps are counted from 1")
+        if not self.steps and (self.memory or not self.nvtx):
+            what = "profile.memory = true" if self.memory else "[profile]"
+            raise ValueError(f"{what} has no effect with profile.steps = []; name a step")
+        return self
+
+
 class Trackers(Section):
     """Optional sinks beside metrics.jsonl."""
 
@@ -358,43 +350,71 @@ class Recipe(Section):
     samples: Samples = Field(default_factory=Samples)
     gates: Gates = Field(default_factory=Gates)
     trackers: Trackers = Field(default_factory=Trackers)
+    profile: Profile | None = None
 
     @model_validator(mode="after")
     def _cross(self):
-        kind = self.algorithm.kind
         if self.algorithm.online:
-            if self.rollout is None:
-                raise ValueError(f'algorithm.kind = "{kind}" needs a [rollout] table')
-            if not self.rewards:
-                raise ValueError(f'algorithm.kind = "{kind}" needs at least one [[rewards]] table')
-            if self.rollout.group_size < 2:
-                raise ValueError(
-                    f'rollout.group_size = {self.rollout.group_size} with algorithm.kind = "{kind}": '
-                    "a group of one has no advantage; set rollout.group_size to 2 or more"
-                )
-            if self.algorithm.kl > 0 and self.model.lora is None:
-                raise ValueError(
-                    f"algorithm.kl = {self.algorithm.kl} without model.lora: the reference is the model with its adapter "
-                    "off; add model.lora or set algorithm.kl = 0"
-                )
+            self._check_online()
         else:
-            for table in ("rollout", "rewards"):
-                if getattr(self, table):
-                    raise ValueError(f'[{table}] has no effect with algorithm.kind = "{kind}"; remove it')
-            tables = {"validate": self.validate_, "samples": self.samples, "gates": self.gates}
-            for field in ONLINE_ONLY:
-                table, name = field.split(".")
-                if name in tables[table].model_fields_set:
-                    raise ValueError(f'{field} has no effect with algorithm.kind = "{kind}"; remove it')
+            self._check_offline()
+        for field in self._without_effect():
+            table, name = field.split(".")
+            if name in getattr(self, _attribute(table)).model_fields_set:
+                raise ValueError(f'{field} has no effect with algorithm.kind = "{self.algorithm.kind}"; remove it')
+        if self.validate_.balance != "none" and self.validate_.max_rows is None:
+            raise ValueError(f'validate.balance = "{self.validate_.balance}" needs validate.max_rows')
         best = self.checkpoint.keep_best
         if best is not None and best.metric.startswith("val/") and self.data.validation is None:
             raise ValueError(f"checkpoint.keep_best.metric = {best.metric} needs data.validation")
         return self
 
+    def _check_online(self) -> None:
+        kind, algorithm, rollout = self.algorithm.kind, self.algorithm, self.rollout
+        if rollout is None:
+            raise ValueError(f'algorithm.kind = "{kind}" needs a [rollout] table')
+        if not self.rewards:
+            raise ValueError(f'algorithm.kind = "{kind}" needs at least one [[rewards]] table')
+        check_rewards(self.rewards, rollout.max_new_tokens)
+        if rollout.group_size < 2:
+            raise ValueError(
+                f'rollout.group_size = {rollout.group_size} with algorithm.kind = "{kind}": '
+                "a group of one has no advantage; set rollout.group_size to 2 or more"
+            )
+        if algorithm.kl > 0 and self.model.lora is None:
+            raise ValueError(
+                f"algorithm.kl = {algorithm.kl} without model.lora: the reference is the model with its adapter "
+                "off; add model.lora or set algorithm.kl = 0"
+            )
+        if kind == "dapo" and algorithm.overlong_buffer > rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is more than rollout.max_new_tokens = "
+                f"{rollout.max_new_tokens}; the penalty would begin before the first token"
+            )
+
+    def _check_offline(self) -> None:
+        kind = self.algorithm.kind
+        for table in ("rollout", "rewards"):
+            if getattr(self, table):
+                raise ValueError(f'[{table}] has no effect with algorithm.kind = "{kind}"; remove it')
+        if kind == "dpo" and self.algorithm.reference == "adapter" and self.model.lora is None:
+            raise ValueError(
+                'algorithm.reference = "adapter" without model.lora: there is no adapter to switch off; add model.lora '
+                'or set algorithm.reference = "precomputed"'
+            )
+
+    def _without_effect(self) -> tuple[str, ...]:
+        """Fields that this algorithm never reads."""
+        return OFFLINE_ONLY if self.algorithm.online else ONLINE_ONLY
+
     def plain(self) -> dict[str, Any]:
         """Plain data that validates to an equal recipe: absent values and fields without effect are left out."""
         data = self.model_dump(mode="json", by_alias=True, exclude_none=True)
-        for field in () if self.algorithm.online else ONLINE_ONLY:
+        for field in self._without_effect():
             table, name = field.split(".")
             data[table].pop(name, None)
         return data
+
+
+def _attribute(table: str) -> str:
+    return "validate_" if table == "validate" else table

@@ -27,6 +27,11 @@ class Sizes:
     """The output head is the embedding."""
     towers: int
     """Frozen towers together; every rank holds them whole."""
+    pixels_per_token: int = 1024
+    """Pixels of a picture behind one token: (patch side x merged patches a side) ** 2."""
+    frames_per_token: int = 2
+    """Frames of a video behind one token."""
+    sound_tokens_per_second: float = 13.0
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -38,6 +43,11 @@ class Sizes:
             "v_proj": (self.hidden, keys),
             "o_proj": (queries, self.hidden),
         }
+
+    @property
+    def expert_projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) features of one expert's two matrices; the layer holds all experts' fused."""
+        return {"gate_up_proj": (self.hidden, 2 * self.intermediate), "down_proj": (self.intermediate, self.hidden)}
 
     @property
     def layer(self) -> int:
@@ -53,9 +63,18 @@ class Sizes:
         return self.layers * self.layer + embeddings + self.hidden
 
     def lora(self, rank: int, targets: list[str]) -> int:
-        """Adapters of this rank on the attention projections among `targets`."""
-        ends = [self.projections[name] for name in targets if name in self.projections]
-        return self.layers * rank * sum(inputs + outputs for inputs, outputs in ends)
+        """Adapters of this rank on the attention projections among `targets`, and on every expert's matrices."""
+        ends = {name: (sum(pair), 1) for name, pair in self.projections.items()}
+        ends |= {name: (sum(pair), self.experts) for name, pair in self.expert_projections.items()}
+        return self.layers * rank * sum(ends[name][0] * ends[name][1] for name in targets if name in ends)
+
+    def media_tokens(self, picture_pixels: int, frame_pixels: int, frames: int) -> dict[str, int]:
+        """Most tokens of a picture of so many pixels, and of a video of so many frames of so many pixels."""
+        grids = -(-frames // self.frames_per_token)
+        return {
+            "picture": max(1, picture_pixels // self.pixels_per_token),
+            "video": grids * max(1, frame_pixels // self.pixels_per_token),
+        }
 
     def kv_bytes(self, width: int, tensor_parallel: int) -> int:
         """KV cache of one token on one rank. A head cannot be split, so small head counts are repeated."""

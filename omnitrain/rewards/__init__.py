@@ -4,20 +4,20 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+ENDPOINTS = ("http", "unified_reward", "genrm_ocr")
+"""Kinds that ask a server: they wait in one thread instead of occupying a process each."""
+
 
 def load_reward(spec: Any) -> Callable[[str, dict], float]:
-    """The `score(response, row)` of a `[[rewards]]` table: anything with `kind`, and `function` for "python".
+    """The `score(response, row)` of a `[[rewards]]` table: anything with `kind` and that kind's fields.
 
-    Raises what importing it raises; the scorer turns that into an error that names the recipe's field.
+    A kind's module has `score`, or `load(spec)` where it has options. Raises what importing it raises; the scorer
+    turns that into an error that names the recipe's field.
     """
-    if spec.kind == "python":
-        from omnitrain.rewards import python
-
-        return python.load(spec.function)
     module = importlib.import_module(f"omnitrain.rewards.{spec.kind}")
     if hasattr(module, "warm_up"):
         module.warm_up()
-    return module.score
+    return module.load(spec) if hasattr(module, "load") else module.score
 
 
 def reward_names(specs: Sequence[Any]) -> list[str]:
@@ -31,3 +31,8 @@ def reward_names(specs: Sequence[Any]) -> list[str]:
             name = f"{base}_{count}"
         names.append(name)
     return names
+
+
+def fields(spec: Any) -> dict[str, Any]:
+    """A table's fields as plain data: what another process needs to load the reward."""
+    return spec.model_dump() if hasattr(spec, "model_dump") else dict(vars(spec))

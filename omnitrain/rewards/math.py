@@ -24,7 +24,7 @@ _LONGEST = 400
 _SECONDS = 3
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """The content of the last \\boxed{} whose braces balance."""
     start = text.rfind("\\boxed{")
     while start >= 0:
@@ -50,7 +50,7 @@ def _numbers(text: str) -> list[str]:
 def final_answer(text: str) -> str | None:
     """The final answer as written, or None when there is none."""
     text = text.rpartition("</think>")[2].replace("\u2212", "-")
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         return boxed
     tags = _TAG.findall(text)
@@ -105,6 +105,16 @@ def _equal_expressions(label: str, answer: str) -> bool:
     return bool(verify(gold, parse(f"\\boxed{{{answer}}}", parsing_timeout=_SECONDS), timeout_seconds=_SECONDS))
 
 
+def equal(label: str, answer: str) -> bool:
+    """Whether two final answers are the same number or expression. Raises ValueError for a label that is neither."""
+    expected, found = plain_number(label), plain_number(answer)
+    if expected is not None and found is None:
+        found = _number_among_words(answer)
+    if expected is not None and found is not None:
+        return found == expected or ("%" in answer and found / 100 == expected)
+    return _equal_expressions(label, answer)
+
+
 def score(response: str, row: dict) -> float:
     """1.0 or 0.0. `row["answer"]` is the label: a number or an expression, bare, boxed, tagged or after `####`.
 
@@ -118,12 +128,7 @@ def score(response: str, row: dict) -> float:
     answer = final_answer(response)
     if answer is None:
         return 0.0
-    expected, found = plain_number(label), plain_number(answer)
-    if expected is not None and found is None:
-        found = _number_among_words(answer)
-    if expected is not None and found is not None:
-        return float(found == expected or ("%" in answer and found / 100 == expected))
-    return float(_equal_expressions(label, answer))
+    return float(equal(label, answer))
 
 
 def warm_up() -> None:

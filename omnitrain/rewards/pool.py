@@ -76,7 +76,7 @@ class _Worker:
         self.task: _Task | None = None
         self.started = time.monotonic()
         self.deadline = self.started + _START_SECONDS
-        self.send(pickle.dumps(pool.rewards))
+        self.send(pickle.dumps([fields for _, fields in pool.rewards]))
 
     def send(self, message: bytes) -> None:
         try:
@@ -97,11 +97,14 @@ class _Worker:
 
 
 class Pool:
-    """`workers` processes that hold `rewards`. `done(task id, outcome)` is called in the pool's thread."""
+    """`workers` processes that hold `rewards`: each its place in the recipe ("rewards[0]") and its table's fields.
+
+    `done(task id, outcome)` is called in the pool's thread.
+    """
 
     def __init__(
         self,
-        rewards: Sequence[tuple[str, str | None]],
+        rewards: Sequence[tuple[str, dict[str, Any]]],
         workers: int,
         done: Callable[[Any, Outcome], None],
         log: Path | None = None,
@@ -138,7 +141,7 @@ class Pool:
             raise self.fatal
 
     def put(self, task_id: Any, message: bytes, timeout: float) -> None:
-        """Queue a pickled (reward index, response, row); its `timeout` in seconds runs from when a process has it."""
+        """Queue a pickled (index in `rewards`, response, row); its `timeout` in seconds runs from when a process has it."""
         with self._lock:
             self._queue.append(_Task(task_id, message, timeout))
         self._wake()
@@ -231,8 +234,9 @@ class Pool:
         self._done(task.id, outcome)
 
     def _load_error(self, index: int, line: str, traceback: str) -> UsageError:
-        kind, function = self.rewards[index]
-        field = f'rewards[{index}].function = "{function}"' if function else f'rewards[{index}].kind = "{kind}"'
+        place, fields = self.rewards[index]
+        name = "function" if "function" in fields else "kind"
+        field = f'{place}.{name} = "{fields[name]}"'
         ours = re.match(r"ImportError: (no module named|.* has no )|TypeError: .* not a function$", line)
         hint = "" if ours else f"\n{traceback.rstrip()}"
         return UsageError(f"{field} cannot be loaded: {line}{hint}")
@@ -267,4 +271,5 @@ class Pool:
         size = os.fstat(self.log.fileno()).st_size
         # pread: the processes share this file's position.
         text = os.pread(self.log.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip()
-        return "".join(f"\n  {line}" for line in ["it wrote:", *text.splitlines()[-12:]]) if text else ""
+        lines = [line for line in text.splitlines() if not line.startswith("omnitrain: ")]  # the scorer's own notes
+        return "".join(f"\n  {line}" for line in ["it wrote:", *lines[-12:]]) if lines else ""

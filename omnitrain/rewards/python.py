@@ -4,10 +4,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
-def load(spec: str) -> Callable[[str, dict], float]:
-    """The function `spec` names. The working directory goes first on the module path.
+def load(spec: Any) -> Callable[[str, dict], float]:
+    """The function that `spec.function` names. The working directory goes first on the module path.
 
     Raises ImportError if the module or the name is missing, TypeError if it is not callable, and whatever the
     module raises while it is imported.
@@ -15,7 +16,7 @@ def load(spec: str) -> Callable[[str, dict], float]:
     cwd = os.getcwd()
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
-    module_name, _, path = spec.partition(":")
+    module_name, _, path = spec.function.partition(":")
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -27,5 +28,5 @@ def load(spec: str) -> Callable[[str, dict], float]:
             raise ImportError(f"{module_name} ({getattr(found, '__file__', '?')}) has no {name!r}")
         found = getattr(found, name)
     if not callable(found):
-        raise TypeError(f"{spec} is a {type(found).__name__}, not a function")
+        raise TypeError(f"{spec.function} is a {type(found).__name__}, not a function")
     return found

@@ -4,6 +4,7 @@ Started by pool.py with a pipe. It imports neither torch nor vllm (a user's own 
 from the terminal, and dies with its parent however that one ends.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import numbers
@@ -45,12 +46,19 @@ def _describe(error: BaseException) -> tuple[str, str]:
     return line, "".join(traceback.format_exception(type(error), error, tail))[-_LONGEST_TEXT:]
 
 
+def _inference_mode() -> contextlib.AbstractContextManager:
+    """No gradients for a function that uses torch, which this process imports only if the function did."""
+    torch = sys.modules.get("torch")
+    return torch.inference_mode() if torch else contextlib.nullcontext()
+
+
 def _score(functions: list[Callable], message: bytes) -> tuple:
     """(kind, value or error line, traceback, seconds)."""
     start = time.perf_counter()
     try:
         index, response, row = pickle.loads(message)
-        value = functions[index](response, row)
+        with _inference_mode():
+            value = functions[index](response, row)
     # A reward may call sys.exit(); that too is a failure of its sample and not the end of the process.
     except BaseException as error:
         return ("raised", *_describe(error), time.perf_counter() - start)
@@ -71,14 +79,14 @@ def _die_with(parent: int) -> None:
 
 
 def main(pipe: int, parent: int) -> None:
-    """Serve the pipe until it closes. First message: [(kind, function or None)]; then (index, response, row)."""
+    """Serve the pipe until it closes. First message: each reward's fields; then (index, response, row)."""
     _die_with(parent)
     faulthandler.enable()
     connection = Connection(pipe)
     functions = []
-    for index, (kind, function) in enumerate(connection.recv()):
+    for index, fields in enumerate(connection.recv()):
         try:
-            functions.append(load_reward(SimpleNamespace(kind=kind, function=function)))
+            functions.append(load_reward(SimpleNamespace(**fields)))
         except BaseException as error:
             connection.send(("broken", index, *_describe(error)))
             return

@@ -25,23 +25,25 @@ def build_engine(recipe: "Recipe", *, ranks: Any, policy: Any, processing: Any, 
         return TrainerEngine(
             policy, max_concurrent=rollout.max_concurrent, eos_ids=processing.eos_ids, decode=processing.decode
         )
+    from omnitrain.device import engine_kernels
     from omnitrain.rollout.queue import engine_group
     from omnitrain.rollout.vllm_omni import VllmOmniEngine
 
     longest = max(rollout.max_new_tokens, recipe.validate_.max_new_tokens or 0)
-    return VllmOmniEngine(
-        recipe.model.path,
-        place=engine_group(ranks.tensor_parallel),
-        dtype=recipe.model.dtype,
-        seed=recipe.seed,
-        max_model_len=recipe.data.max_prompt_tokens + longest,
-        max_concurrent=rollout.max_concurrent,
-        max_batched_tokens=rollout.max_batched_tokens,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        sleep=rollout.sleep,
-        prefix_caching=rollout.prefix_caching,
-        enforce_eager=rollout.enforce_eager,
-        eos_ids=processing.eos_ids,
-        decode=processing.decode,
-        dummy_weights=dummy_weights,
-    )
+    with engine_kernels():
+        return VllmOmniEngine(
+            recipe.model.path,
+            place=engine_group(ranks.tensor_parallel),
+            dtype=recipe.model.dtype,
+            seed=recipe.seed,
+            max_model_len=recipe.data.max_prompt_tokens + longest,
+            max_concurrent=rollout.max_concurrent,
+            max_batched_tokens=rollout.max_batched_tokens,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            sleep=rollout.sleep,
+            prefix_caching=rollout.prefix_caching,
+            enforce_eager=rollout.enforce_eager,
+            eos_ids=processing.eos_ids,
+            decode=processing.decode,
+            dummy_weights=dummy_weights,
+        )

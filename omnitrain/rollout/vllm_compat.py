@@ -1,4 +1,4 @@
-"""What depends on vLLM's version or works around one of its quirks; vllm_weights.py is its part about weights.
+"""What depends on vLLM's version or works around one of its quirks; vllm_weights.py and vllm_media.py are its other parts.
 
 Supported pairs: vllm 0.26 + vllm-omni 0.26 (CUDA) and vllm 0.30 + vllm-omni 0.30 (CUDA, CPU). Each quirk
 names its symptom; tests/integration/test_engine.py fails when one is gone. Importing this module imports
@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Iterator
 
 from omnitrain.errors import ModelError, RunError, UsageError
+from omnitrain.rollout import vllm_media
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +122,7 @@ def build_llm(path: str, *, sleep: bool, eager: bool, memory_utilization: float,
             options["enable_sleep_mode"] = True
     with _undo_side_effects(), _settings_in_recipe_terms():
         _register_thinker()
+        vllm_media.mend()
         llm = LLM(
             model=path,
             limit_mm_per_prompt=media,
@@ -250,6 +252,12 @@ def add_request(llm: Any, request_id: str, prompt: dict[str, Any], params: Any) 
         parents = llm.llm_engine.output_processor.parent_requests
         keys = [k for k in parents if k == internal or parents[k].external_req_id == request_id]
         parents[keys[0]].sampling_params.output_kind = RequestOutputKind.CUMULATIVE
+
+
+def media_options(options: dict[str, Any]) -> dict[str, Any]:
+    """A request's mm_processor_kwargs: pictures and frames come in their final size, frames are chosen already."""
+    kept = {"do_resize": False}
+    return {"images_kwargs": kept, "videos_kwargs": kept | {"do_sample_frames": False}, **options}
 
 
 def abort_all(llm: Any) -> None:

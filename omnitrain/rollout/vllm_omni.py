@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
 
 from omnitrain.data.sample import Sample
-from omnitrain.errors import EngineStateError, RunError
+from omnitrain.errors import DataError, EngineStateError, RunError
 from omnitrain.rollout import vllm_compat, vllm_weights
 from omnitrain.rollout.engine import Request, Sampling, State, StateMachine, SyncReport
 from omnitrain.rollout.queue import EngineGroup
@@ -16,8 +16,11 @@ from omnitrain.rollout.queue import EngineGroup
 if TYPE_CHECKING:
     import torch
 
-_MEDIA = {"image": 8, "audio": 8, "video": 0}
-_WATCHED = ("thinker.model.layers.0.self_attn.q_proj.weight", "thinker.model.layers.0.self_attn.o_proj.weight")
+_MEDIA = {"image": 8, "audio": 8, "video": 8}
+_WATCHED = tuple(
+    f"thinker.model.layers.0.{name}.weight"
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.experts.0.gate_proj", "mlp.experts.0.down_proj")
+)
 
 
 class VllmOmniEngine(StateMachine):
@@ -62,7 +65,7 @@ class VllmOmniEngine(StateMachine):
 
         started = time.monotonic()
         self.place, self.sleep_meaning = place, "kv" if sleep == "auto" else sleep
-        self.max_concurrent = max_concurrent
+        self.max_concurrent, self._media = max_concurrent, media or _MEDIA
         self._stop_ids, self._decode = sorted(set(eos_ids)), decode
         self._known_names: set[str] = set()
         self._group_is_ours = not dist.is_initialized()
@@ -76,7 +79,7 @@ class VllmOmniEngine(StateMachine):
             sleep=self.sleep_meaning != "off",
             eager=enforce_eager,
             memory_utilization=gpu_memory_utilization,
-            media=media or _MEDIA,
+            media=self._media,
             dtype=dtype,
             # Different engines must not repeat each other where a request has no seed of its own; peers must.
             seed=(seed + place.engine) % 2**31,
@@ -104,6 +107,8 @@ class VllmOmniEngine(StateMachine):
         return self._generate(pull, sampling)
 
     def _generate(self, pull, sampling: Sampling) -> Iterator[Sample]:
+        from omnitrain.device import engine_kernels
+
         engine = self._llm.llm_engine
         if engine.has_unfinished_requests():  # an abandoned iterator that nobody has closed yet
             vllm_compat.abort_all(self._llm)
@@ -120,7 +125,9 @@ class VllmOmniEngine(StateMachine):
                         open_requests[self._add(request, sampling)] = (request, sampling.n)
                 if not open_requests:
                     return
-                for output in engine.step():
+                with engine_kernels():
+                    outputs = engine.step()
+                for output in outputs:
                     request, left = open_requests[output.request_id]
                     for completion in output.outputs:
                         left -= 1
@@ -144,8 +151,16 @@ class VllmOmniEngine(StateMachine):
         self._requests += 1
         request_id = str(self._requests)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt.engine_ids)}
-        if media := {kind: items for kind, items in request.prompt.media.items() if items}:
+        media = {kind: items for kind, items in request.prompt.media.items() if items}
+        for kind, items in media.items():
+            if len(items) > self._media.get(kind, 0):
+                raise DataError(
+                    f"row {request.prompt.row.id!r}: {len(items)} {kind} items, the engine takes {self._media.get(kind, 0)} "
+                    "in a prompt; leave such rows out"
+                )
+        if media:
             prompt["multi_modal_data"] = media
+            prompt["mm_processor_kwargs"] = vllm_compat.media_options(request.prompt.options)
         vllm_compat.add_request(self._llm, request_id, prompt, self.sampling_params(sampling, request.seed))
         return request_id
 
@@ -221,7 +236,7 @@ class VllmOmniEngine(StateMachine):
         return vllm_weights.watch(self._llm, name)
 
     def delta_norm(self) -> float:
-        """Norm of what syncs have changed since the start, on the first layer's attention as the kernel has it."""
+        """Norm of what syncs have changed since the start, on the first layer's attention and experts."""
         self.require("delta_norm", State.WEIGHTS, State.AWAKE)
         if self._initial is None:
             raise EngineStateError(f"{self.name}: delta_norm before the first full load_weights")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _GROUP_BYTES = 256 << 20
+_WATCHED_OF_AN_EXPERT = 4096
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+\.)?[a-z_]+(_proj)?(\.weight)?$")
 
 
@@ -174,7 +175,8 @@ def _repack_cpu_experts(net) -> int:
 def watch(llm: Any, name: str, columns: int = 16) -> "torch.Tensor":
     """What the engine's kernel holds of a linear weight: (columns, out) float32, its first input columns.
 
-    Read by applying the layer to unit vectors, because a CPU kernel keeps its packed copy to itself.
+    Read by applying the layer to unit vectors, because a CPU kernel keeps its packed copy to itself. Of fused experts:
+    (experts, n) float32, the same values of each expert's tensor as it lies in memory.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -182,6 +184,9 @@ def watch(llm: Any, name: str, columns: int = 16) -> "torch.Tensor":
     net = model(llm)
     path = module_path(net, name)
     layer = net.get_submodule(path) if path else None
+    if hasattr(layer, "w13_weight"):
+        weight = layer.w2_weight if name.endswith("down_proj.weight") else layer.w13_weight
+        return weight.detach().flatten(1)[:, :_WATCHED_OF_AN_EXPERT].float().clone().cpu()
     if layer is None or not hasattr(layer, "quant_method") or not hasattr(layer, "input_size"):
         raise RunError(f"vllm_omni: {name} is no linear layer of the engine")
     size = getattr(layer, "input_size_per_partition", layer.input_size)

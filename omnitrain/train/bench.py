@@ -59,7 +59,7 @@ def _agreement(prepared) -> list[dict[str, Any]]:
         engine.close()
     by_modality: dict[str, list] = {}
     for sample in samples:
-        by_modality.setdefault(source.rows[sample.row].modality, []).append(sample)
+        by_modality.setdefault(source.rows[sample.row].source, []).append(sample)
     facts = {"dtype": recipe.model.dtype, "engine": engine.name, "ranks": ranks.world}
     return [
         facts | {"modality": name, "tokens": sum(len(s.tokens) for s in share)} | compare(share, trained)

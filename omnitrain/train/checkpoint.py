@@ -1,7 +1,7 @@
 """Checkpoints by torch.distributed.checkpoint: whole or not at all, and loadable on another number of ranks.
 
-checkpoints/step_N/ holds the sharded tensors (`*.distcp`, `.metadata`), `extra.pt` (scheduler, rng of every rank, sampler
-position, counters) and `manifest.json`, which is written last. It is written as .tmp_step_N and renamed.
+checkpoints/step_N/ holds the sharded tensors (`*.distcp`, `.metadata`: weights, optimizer, moving average), `extra.pt`
+(scheduler, rng of every rank, sampler position, counters) and `manifest.json`, which is written last. It is written as .tmp_step_N and renamed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from omnitrain.train.checkpoint_state import (
     tensors,
     trainable_state,
 )
+from omnitrain.train.stored import find_checkpoint, match, stored
 
 _EXTRA = "extra.pt"
 
@@ -82,16 +83,20 @@ class Checkpointer:
         scheduler: Any,
         extra: dict[str, Any],
         metrics: dict[str, Any] | None = None,
+        averages: dict[str, Tensor] | None = None,
     ) -> Path:
         """Write the state after `step`, then drop what keep_last and keep_best do not keep.
 
         `extra` holds plain values and tensors, equal on all ranks. `metrics` is where keep_best finds its metric.
+        `averages` is the weights' moving average (Ema.averages).
 
         Raises:
             RunError: on all ranks; nothing half-written stays and earlier checkpoints are untouched.
         """
         target, temporary = self.directory / f"step_{step}", self.directory / f".tmp_step_{step}"
         state = {"model": trainable_state(module), "optimizer": optimizer_state(module, optimizer)}
+        if averages:
+            state["ema"] = {clean(name): average for name, average in averages.items()}
         rngs = _gather(rng_state(device_of(state["model"])))
         size = sum(_gather(local_bytes(state)))
 
@@ -151,17 +156,27 @@ class Checkpointer:
                 self._say(line)
         return found[0]
 
-    def load(self, path: Path, module: Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    def load(
+        self,
+        path: Path,
+        module: Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        averages: dict[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
         """Put a checkpoint's state into place and return its `extra`. The number of ranks may differ from the writer's;
-        then each rank's random state cannot be restored, which rank 0 says.
+        then each rank's random state cannot be restored, which rank 0 says. `averages` are left as they are if the
+        checkpoint holds none.
 
         Raises:
             RunError: damaged, or of other trained parameters.
         """
         manifest = read_manifest(path)
         model = trainable_state(module)
-        _match(path, model, RunError)
+        match(path, model, RunError)
         _read({"model": model}, path)
+        if averages and stored(path, "ema"):
+            _read({"ema": {clean(name): average for name, average in averages.items()}}, path)
         _load_optimizer(path, module, optimizer)
         # Plain containers and tensors only, so that a checkpoint from elsewhere cannot run code.
         head = torch.load(path / _EXTRA, map_location="cpu", weights_only=True)
@@ -231,18 +246,9 @@ def load_trainable(path: Path, module: Module) -> None:
     Raises:
         ModelError: no whole checkpoint there, or of other trained parameters.
     """
-    path = Path(path)
-    if not (path / MANIFEST).exists():
-        newest, skipped = latest_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-        if newest is None:
-            raise ModelError("; ".join([f"model.init_from = {path} holds no whole checkpoint", *skipped]))
-        path = newest
+    path = find_checkpoint(Path(path), "model.init_from")
     state = trainable_state(module)
-    try:
-        read_manifest(path)
-    except RunError as error:
-        raise ModelError(f"model.init_from: {error}") from error
-    _match(path, state, ModelError)
+    match(path, state, ModelError)
     _read({"model": state}, path)
 
 
@@ -252,7 +258,7 @@ def load_trainable(path: Path, module: Module) -> None:
 def _load_optimizer(path: Path, module: Module, optimizer: Optimizer) -> None:
     parameters = {clean(name): parameter for name, parameter in module.named_parameters()}
     state: dict[str, dict[str, Tensor]] = {}
-    for name, keys in _stored(path, "optimizer").items():
+    for name, keys in stored(path, "optimizer").items():
         parameter = parameters[name]
         state[name] = {
             key: torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
@@ -265,30 +271,6 @@ def _load_optimizer(path: Path, module: Module, optimizer: Optimizer) -> None:
     optimizer.state.clear()
     for name, values in state.items():
         optimizer.state[parameters[name]] = values
-
-
-def _stored(path: Path, section: str) -> dict[str, dict[str, Any]]:
-    """{parameter: {key: tensor metadata}} of a section; the model's only key is ""."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    found: dict[str, dict[str, Any]] = {}
-    for flat, place in metadata.planner_data.items():
-        if place[0] == section:
-            found.setdefault(place[1], {})["/".join(place[2:])] = metadata.state_dict_metadata[flat]
-    return found
-
-
-def _match(path: Path, state: dict[str, Tensor], kind: type[Exception]) -> None:
-    stored = _stored(path, "model")
-    problems = [f"{name} is not in it" for name in state.keys() - stored.keys()]
-    problems += [f"{name} is in it but is not trained here" for name in stored.keys() - state.keys()]
-    problems += [
-        f"{name} has shape {tuple(stored[name][''].size)}, here {tuple(state[name].shape)}"
-        for name in state.keys() & stored.keys()
-        if stored[name][""].size != state[name].shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise kind(f"{path} is of other trained parameters: {'; '.join(sorted(problems)[:3])}{more}")
 
 
 # ---- all ranks together

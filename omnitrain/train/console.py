@@ -59,10 +59,12 @@ class Console:
             value = values.get(name)
             if isinstance(value, (int, float)):
                 parts.append(f"{label} {form.format(value)}")
+        # Where the tasks have a total, it stands for them: by modality the line would fill the screen.
+        shown = "val/all/" if "val/all/loss" in values else "val/"
         parts += [
             f"{name.split('/', 1)[1]} {value:.3f}"
             for name, value in values.items()
-            if name.startswith("val/") and not name.endswith("/rows") and isinstance(value, float)
+            if name.startswith(shown) and not name.endswith("/rows") and isinstance(value, float)
         ]
         if "time/step" in values:
             parts.append(f"{values['time/step']:.1f}s")

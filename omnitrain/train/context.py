@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from omnitrain.data.schema import RowFile
+from omnitrain.data.files import RowFiles
 from omnitrain.errors import Interrupted
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
@@ -19,6 +19,7 @@ from omnitrain.train.console import Console
 from omnitrain.train.distributed import Ranks
 from omnitrain.train.metrics import MetricsFile
 from omnitrain.train.notices import Notices
+from omnitrain.train.profile import phase_range
 from omnitrain.train.trackers import Sinks
 
 
@@ -31,8 +32,8 @@ class Context:
     ranks: Ranks
     policy: ThinkerPolicy
     processing: Processing
-    train_rows: RowFile
-    validation_rows: RowFile | None
+    train_rows: RowFiles
+    validation_rows: RowFiles | None
     checkpointer: Checkpointer
     console: Console
     metrics: MetricsFile | None
@@ -103,7 +104,8 @@ class Clock:
         """Add the time of the block to time/<name>."""
         start = time.perf_counter()
         try:
-            yield
+            with phase_range(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 

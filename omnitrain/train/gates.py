@@ -21,6 +21,7 @@ from omnitrain import device as devices
 from omnitrain.data.sample import Sample
 from omnitrain.errors import DataError, GateRefused, OmnitrainError
 from omnitrain.recipe.gates import GATES as INFO
+from omnitrain.rewards.facts import facts
 from omnitrain.rollout.engine import Sampling, State
 from omnitrain.train.context import Clock, Context
 from omnitrain.train.health import LogProbs, compare
@@ -336,9 +337,10 @@ class Gates:
         A reward whose failures `on_failure` tolerates must still work for one of them.
         """
         rows = [self.source.rows[i] for i in self.probe_rows()]
-        facts = [{"id": r.id, "answer": r.answer, "source": r.source, "meta": r.meta} for r in rows]
+        sample = self.probe()[0]
+        limit = max(len(sample.tokens), self.context.recipe.rollout.max_new_tokens)
         scorer = self.rollouts.scorer
-        found = scorer.canary(facts, self.probe()[0].text)
+        found = scorer.canary([facts(row, sample, limit) for row in rows], sample.text)
         failures = []
         for (name, report), spec in zip(found.items(), self.context.recipe.rewards, strict=True):
             if report["failures"] and (spec.on_failure == "fail" or not report["values"]):
@@ -350,6 +352,8 @@ class Gates:
         return "; ".join(
             f"{name}: {len(report['values'])} of {len(rows)} rows, {min(report['values']):.3g} to "
             f"{max(report['values']):.3g}, in {report['seconds']:.2g} s"
+            if report["values"]
+            else f"{name}: scores none of these rows"
             for name, report in found.items()
         )
 

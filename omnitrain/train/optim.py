@@ -32,8 +32,10 @@ def build_optimizer(parameters: list[Parameter], spec: Train, total_updates: int
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def clipped_step(optimizer: Optimizer, scheduler: LambdaLR, max_norm: float) -> float:
+def clipped_step(optimizer: Optimizer, scheduler: LambdaLR, max_norm: float, learned: bool = True) -> float:
     """Clip by the global gradient norm, step, clear the gradients. Returns the norm before clipping.
+
+    With `learned` false every sample was rejected: the schedule moves on and the weights stay.
 
     Raises:
         RunError: the norm is not finite. Nothing was stepped: the weights are those of before, on all ranks.
@@ -48,7 +50,8 @@ def clipped_step(optimizer: Optimizer, scheduler: LambdaLR, max_norm: float) -> 
             f"the gradient norm is {norm}, so the update was not made and the last checkpoint is good; lower "
             "train.learning_rate, look for rewards or media of extreme size, and see the last lines of metrics.jsonl"
         )
-    optimizer.step()
+    if learned:
+        optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from omnitrain.data.sample import Sample
 from omnitrain.errors import GateRefused
+from omnitrain.rewards.facts import facts
 from omnitrain.rewards.scorer import Scorer, check_skipped
 from omnitrain.rollout.engine import Request, RolloutEngine, Sampling, State
 from omnitrain.rollout.queue import PromptQueue
@@ -72,6 +73,7 @@ class Rollouts:
         version: int = 0,
         stop: Callable[[], bool] = lambda: False,
         score: bool = True,
+        earlier: list[int] | None = None,
     ) -> list[Sample]:
         """Answer every row `sampling.n` times and score the answers.
 
@@ -79,16 +81,20 @@ class Rollouts:
         key: its first part is what the samples are for ("train", then with the step). With the run's seed and the
             row's id it fixes the noise, whoever samples.
         stop: asked between samples; once true no further prompt is begun.
+        earlier: rows that the step has drawn before; groups are counted on from them.
 
         Returns all ranks' samples on every rank, in (group, child) order.
         """
         context, ranks = self.context, self.context.ranks
         total = len(rows) * sampling.n
+        drawn = [*(earlier or []), *rows]
+        before = len(drawn) - len(rows)
 
-        def request(group: int) -> Request:
-            prompt = source.encode(rows[group])
+        def request(index: int) -> Request:
+            group = before + index
+            prompt = source.encode(drawn[group])
             # A step larger than the file draws a row twice; its groups must not repeat each other's noise.
-            repeat = rows[:group].count(rows[group])
+            repeat = drawn[:group].count(drawn[group])
             parts = (*key, prompt.row.id, *([repeat] if repeat else []))
             # 31 bits: the engine gives child i the seed + i, and takes no larger ones.
             return Request(group, prompt, derive(context.recipe.seed, *parts) >> 31)
@@ -110,9 +116,8 @@ class Rollouts:
                 sample.policy_version = version
                 if ranks.tp_rank == 0:
                     if score:
-                        row = source.rows[sample.row]
-                        facts = {"id": row.id, "answer": row.answer, "source": row.source, "meta": row.meta}
-                        self.scorer.submit(len(mine), sample.text, facts)
+                        told = facts(source.rows[sample.row], sample, sampling.max_new_tokens)
+                        self.scorer.submit(len(mine), sample.text, told)
                     mine.append(sample)
                 if score:
                     self.scorer.check()
@@ -137,4 +142,5 @@ class Rollouts:
         for index, sample in enumerate(samples):
             result = scored[index]
             sample.rewards, sample.failed, sample.reward = result.values, result.skipped, result.reward
+            sample.reward_failures = len(result.failed)
         return next((result.failed for result in scored.values() if result.skipped), {})

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from omnitrain.data.files import RowFiles
 from omnitrain.data.sample import Message, Row, Sample
-from omnitrain.data.schema import RowFile
 
 
 def write_samples(
-    folder: Path, rows: RowFile, samples: list[Sample], groups: int, messages: Callable[[Row], list[Message]]
+    folder: Path, rows: RowFiles, samples: list[Sample], groups: int, messages: Callable[[Row], list[Message]]
 ) -> None:
     """Write the best and worst response of the first `groups` groups to `folder`/samples.jsonl, and link their media.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from omnitrain import device as devices
-from omnitrain.data.schema import RowFile
+from omnitrain.data.files import RowFiles
 from omnitrain.errors import Interrupted, UsageError
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
@@ -19,17 +19,21 @@ from omnitrain.rewards.scorer import Scorer, default_workers
 from omnitrain.rollout import build_engine
 from omnitrain.rollout.engine import RolloutEngine
 from omnitrain.rundir import RunDir
+from omnitrain.train.adapter import start_adapter
 from omnitrain.train.checkpoint import Checkpointer, load_trainable
 from omnitrain.train.console import Console
 from omnitrain.train.context import Context
 from omnitrain.train.distributed import Ranks, init_ranks
 from omnitrain.train.gates import Gates
 from omnitrain.train.metrics import METRICS, MetricsFile, family
-from omnitrain.train.offline import OfflineLoop
+from omnitrain.train.offline import SftLoop
 from omnitrain.train.online import OnlineLoop
+from omnitrain.train.preference import PreferenceLoop
 from omnitrain.train.rollouts import Rollouts
 from omnitrain.train.state import TrainState
 from omnitrain.train.trackers import build_sinks
+
+OFFLINE = {"sft": SftLoop, "dpo": PreferenceLoop}
 
 
 class Run:
@@ -54,6 +58,8 @@ class Run:
         tensor_parallel = getattr(recipe.rollout, "tensor_parallel", 1)
         self.ranks = init_ranks(tensor_parallel)
         devices.seed_all(recipe.seed)
+        if recipe.deterministic:
+            devices.set_deterministic()
         self.context = self._context(self.ranks)
         return self
 
@@ -61,13 +67,21 @@ class Run:
         recipe, run = self.recipe, self.run
         _check_best(recipe)
         console = Console(quiet=not ranks.main)
-        train_rows = RowFile(recipe.data.train)
-        validation_rows = RowFile(recipe.data.validation) if recipe.data.validation else None
+        train_rows = RowFiles([file.path for file in recipe.data.train_files])
+        validation_rows = RowFiles(recipe.data.validation_files) if recipe.data.validation_files else None
         count = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
         console.say(f"{recipe.name}: {len(train_rows)} rows, {count} on {ranks.device.type}, {recipe.model.dtype}")
+        if self.scorer:
+            self.scorer.check_sources({**train_rows.sources, **(validation_rows.sources if validation_rows else {})})
+            self.scorer.wait_ready()
         console.say("loading the policy")
         processing = Processing(
-            recipe.model.path, system=recipe.data.system, max_prompt_tokens=recipe.data.max_prompt_tokens
+            recipe.model.path,
+            system=recipe.data.system,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            image=recipe.data.image,
+            video=recipe.data.video,
+            use_audio_in_video=recipe.data.use_audio_in_video,
         )
         policy = ThinkerPolicy(
             recipe.model,
@@ -79,6 +93,8 @@ class Run:
         if recipe.model.init_from:
             load_trainable(Path(recipe.model.init_from), policy.module)
             console.say(f"starting weights from {recipe.model.init_from}")
+        if recipe.model.adapter:
+            start_adapter(recipe, run, policy, ranks, console.say)
         metrics = sinks = None
         if ranks.main:
             metrics, sinks = MetricsFile(run.metrics), build_sinks(recipe, run.path)
@@ -105,7 +121,8 @@ class Run:
             return
         context.check_start(state.step + 1)
         try:
-            loop = self._online(state) if self.recipe.algorithm.online else OfflineLoop(context, state)
+            algorithm = self.recipe.algorithm
+            loop = self._online(state) if algorithm.online else OFFLINE[algorithm.kind](context, state)
             loop.run()
         finally:
             if self.ranks.main:

@@ -39,6 +39,15 @@ class MicroBatch:
         """The sequences as the policy takes them; prompts are encoded again from their rows."""
         return [(encode(s.row), s.tokens) for s in self.samples]
 
+    def rollout(self, device: torch.device) -> Tensor:
+        """(N,) the engine's log-probs of the response tokens."""
+        return torch.tensor([x for sample in self.samples for x in sample.logprobs], device=device)
+
+    def reference_sums(self, device: torch.device) -> Tensor | None:
+        """(S,) the reference's summed log-probs of the responses, where they were computed before the run."""
+        sums = [sample.reference_sum for sample in self.samples]
+        return None if None in sums else torch.tensor(sums, device=device)
+
 
 @dataclass
 class Update:
@@ -60,10 +69,12 @@ def plan_updates(
     max_tokens: int,
     ranks: Ranks,
     key: tuple,
+    together: bool = False,
 ) -> list[Update]:
     """Cut a step's samples into updates and this rank's micro-batches. The same call on every rank.
 
     key: the (seed, step) that shuffles the groups.
+    together: keep each group's samples in one micro-batch, in their order: a preference pair is one item of the loss.
     """
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
@@ -76,16 +87,19 @@ def plan_updates(
         share = order[index * len(order) // updates : (index + 1) * len(order) // updates]
         chosen = [sample for group in share for sample in groups[group]]
         if chosen:
-            planned.append(Update(chosen, units(chosen), _pack(chosen, max_tokens, ranks)))
+            items = [groups[group] for group in share] if together else [[sample] for sample in chosen]
+            planned.append(Update(chosen, units(chosen), _pack(items, max_tokens, ranks)))
     return planned
 
 
-def _pack(samples: list[Sample], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
-    lengths = [len(s.prompt_ids) + len(s.tokens) for s in samples]
-    name = lambda index: f"a response to row {samples[index].row} of the data file"  # noqa: E731
+def _pack(items: list[list[Sample]], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
+    lengths = [sum(len(s.prompt_ids) + len(s.tokens) for s in item) for item in items]
+    what = "a response" if all(len(item) == 1 for item in items) else "the pair of responses"
+    name = lambda index: f"{what} to row {items[index][0].row} of the data"  # noqa: E731
     mine = balanced(lengths, max_tokens, ranks.world, name)[ranks.rank]
-    shortest = min(samples, key=lambda s: len(s.prompt_ids) + len(s.tokens))
-    return [MicroBatch([samples[i] for i in bin]) if bin else MicroBatch([shortest], filler=True) for bin in mine]
+    shortest = items[lengths.index(min(lengths))]
+    batches = [[sample for index in bin for sample in items[index]] for bin in mine]
+    return [MicroBatch(batch) if batch else MicroBatch(shortest, filler=True) for batch in batches]
 
 
 @dataclass
@@ -140,7 +154,9 @@ def run_update(
         logp, entropies = policy.logprobs(inputs, temperature, entropy=entropy)
         lengths = torch.tensor([len(s.tokens) for s in batch.samples], device=logp.device)
         advantages = torch.tensor([s.advantage for s in batch.samples], device=logp.device, dtype=logp.dtype)
-        loss, stats = objective.loss(logp, Batch(lengths, advantages, batch.old, reference))
+        rollout = batch.rollout(logp.device) if objective.needs_rollout else None
+        sums = batch.reference_sums(logp.device)
+        loss, stats = objective.loss(logp, Batch(lengths, advantages, batch.old, reference, rollout, sums))
         # FSDP averages gradients over ranks; times the world size this is the sum over all of them.
         weight = 0.0 if batch.filler else world / update.units
         (loss * weight).backward()

@@ -71,7 +71,12 @@ def engine(started):
 
 @pytest.fixture(scope="module")
 def policy(tiny_model):
-    model = Qwen3OmniModel(family="qwen3_omni", path=str(tiny_model), dtype="float32", lora=Lora(rank=4, alpha=8))
+    return make_policy(tiny_model)
+
+
+def make_policy(tiny_model, targets="attention"):
+    lora = Lora(rank=4, alpha=8, targets=targets)
+    model = Qwen3OmniModel(family="qwen3_omni", path=str(tiny_model), dtype="float32", lora=lora)
     return ThinkerPolicy(model, mesh=None, device=torch.device("cpu"), seed=0, gradient_checkpointing=False)
 
 
@@ -151,8 +156,22 @@ def test_w4_merged_lora_alone_reaches_the_engine(engine, policy, prompts):
     assert max(gap(ask(engine, prompts), prompts, policy).values()) < 1e-4
 
 
+@pytest.mark.parametrize("targets", ["attention+experts", ["gate_up_proj"], ["down_proj"]], ids=str)
+def test_w4_merged_lora_on_experts_alone_reaches_the_engine(engine, tiny_model, prompts, targets):
+    policy = make_policy(tiny_model, targets)
+    engine.load_weights(policy.stream_weights(full=True), full=True)
+    norm = engine.delta_norm()
+    perturb(policy, everything=False, seed=3)
+    stale = gap(ask(engine, prompts), prompts, policy)
+    report = engine.load_weights(policy.stream_weights())
+    assert report.pushed == policy.expected_names() and not report.ignored
+    assert sum(".experts." in name for name in report.pushed) == 2 * 4 * 3
+    assert min(stale.values()) > 1e-3 and engine.delta_norm() > norm
+    assert max(gap(ask(engine, prompts), prompts, policy).values()) < 1e-4
+
+
 def test_w3_delta_norm_is_zero_without_a_change(engine, policy):
-    engine.load_weights(policy.stream_weights())
+    engine.load_weights(policy.stream_weights(full=True), full=True)  # also what other tests left in the experts
     norm, weight = engine.delta_norm(), engine.watch(Q_PROJ)
     engine.load_weights(policy.stream_weights())
     assert engine.delta_norm() == norm and torch.equal(engine.watch(Q_PROJ), weight)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omnitrain.models.qwen3_omni.processing import Processing
-from tests.integration.workers.sharded_policy import ANSWERS, CASES, ROWS, SPLIT, examine, make
+from tests.integration.workers.sharded_policy import ANSWERS, CASES, ROWS, SPLIT, examine, make, start
 
 WORKER = "tests.integration.workers.sharded_policy"
 ROOT = Path(__file__).parents[2]
@@ -40,12 +40,12 @@ def single(tiny_model) -> dict[str, dict]:
     }
 
 
-def test_logprobs_are_equal_before_and_after_the_weights_change(sharded, single, case):
+def test_l5_logprobs_of_ranks_with_other_modalities_are_equal_before_and_after_the_weights_change(sharded, single, case):
     for rank in range(2):
         for name in ("reference", "logprobs", "later", "logits"):
             if name in single[case][rank]:
                 torch.testing.assert_close(sharded[rank][case][name], single[case][rank][name], atol=1e-5, rtol=1e-5)
-    assert ("reference" in sharded[0][case]) == (case == "lora")
+    assert ("reference" in sharded[0][case]) == (case != "full")
 
 
 def test_gradients_are_the_sum_over_ranks(sharded, single, case):
@@ -73,6 +73,21 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(sharded, single, cas
 
 def test_trained_weights_restore_from_a_distributed_checkpoint_bit_for_bit(sharded, case):
     assert all(sharded[0][case]["restored"].values()) and sharded[0][case]["restored"]
+
+
+def test_the_starting_adapter_is_the_reference_bit_for_bit_while_the_trained_one_moves(sharded, tiny_model, case):
+    if CASES[case] is None:  # there is no adapter
+        assert "start" not in sharded[0][case]
+        return
+    processing = Processing(str(tiny_model), system=None, max_prompt_tokens=512)
+    pairs = [(processing.encode(row), answer) for row, answer in zip(ROWS.values(), ANSWERS, strict=True)]
+    for rank, share in enumerate((pairs[:SPLIT], pairs[SPLIT:])):
+        found, alone = sharded[rank][case]["start"], start(make(str(tiny_model), CASES[case]), share)
+        for one in (found, alone):
+            assert torch.equal(one["reference"], one["first"]) and one["kept"] and one["gradients"]
+            assert (one["trained"] - one["first"]).abs().max() > 1e-3
+        for name in ("first", "trained"):
+            torch.testing.assert_close(found[name], alone[name], atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_computes_over_float32_weights_and_gradients(sharded, case):

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omnitrain.data.converters import Dropped, Split
+from omnitrain.data.converters import Dropped, Split, turn
 from omnitrain.errors import DataError
 
 LETTERS = "ABCDEFGH"
@@ -31,6 +31,7 @@ _NAMES = {"valid": "validation", "val": "validation"}
 
 class Avqa:
     name = "avqa"
+    held_out = False
     system = (
         "You are given an image, a sound and a question with lettered options. Look and listen closely, and reason "
         "as a person would: think aloud, question your first impression, check it. Write the reasoning between "
@@ -85,13 +86,12 @@ class Avqa:
             if not isinstance(paths.get(kind), str) or not paths[kind].strip():
                 return Dropped(name, f"missing {kind}", f"path.{kind} is {paths.get(kind)!r}")
         lines = [f"{key}. {text}" for key, text in zip(LETTERS, options, strict=False)]
-        content = [{"type": kind, "path": paths[kind].strip()} for kind in ("image", "audio")]
-        content.append({"type": "text", "text": "\n".join([problem.strip(), *lines])})
+        media = [{"type": kind, "path": paths[kind].strip()} for kind in ("image", "audio")]
         return {
             "id": name,
             "messages": [
-                {"role": "system", "content": [{"type": "text", "text": self.system}]},
-                {"role": "user", "content": content},
+                turn("system", self.system),
+                turn("user", *media, "\n".join([problem.strip(), *lines])),
             ],
             "answer": f"<answer>{letter}</answer>",
             "source": "avqa",

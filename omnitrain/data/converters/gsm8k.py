@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omnitrain.data.converters import Dropped, Split
+from omnitrain.data.converters import Dropped, Split, turn
 from omnitrain.errors import DataError
 
 _SPLITS = {
@@ -34,6 +34,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d+)?|\.\d+)")
 
 class Gsm8k:
     name = "gsm8k"
+    held_out = False
     system = 'Solve the problem step by step. End with the final answer, a number, on its own line after "####".'
 
     def splits(self, inputs: list[Path]) -> list[Split]:
@@ -70,15 +71,11 @@ class Gsm8k:
             return Dropped(name, "invalid answer", f"{where}: {match[1]!r} is not a number")
         return {
             "id": name,
-            "messages": [_turn("system", self.system), _turn("user", question.strip())],
+            "messages": [turn("system", self.system), turn("user", question.strip())],
             "answer": number,
             "source": "gsm8k",
             "meta": {"solution": solution},
         }
-
-
-def _turn(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 def split_of(path: Path) -> str:

@@ -23,6 +23,8 @@ class Packed:
     """(1, T) True where a response token stands: a media token that was sampled there is an ordinary token."""
     last: torch.Tensor
     """(B,) position of each sequence's last token."""
+    media_order: dict[str, list[int]]
+    """By kind, the encoded item of each item in the row, where prompts occur more than once; see towers.py."""
 
 
 def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: int = 0) -> Packed:
@@ -51,7 +53,8 @@ def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: in
         ids, text, rotary = [torch.tensor([filler])], [torch.zeros(1).long()], [torch.zeros(3, 1).long()]
         index, labels, sampled = [torch.zeros(0).long()], [torch.zeros(0).long()], [torch.ones(1).bool()]
     positions = torch.cat([torch.cat(text)[None], torch.cat(rotary, 1)])
-    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": positions[:, None], **_media([p for p, _ in batch])}
+    media, order = _media([prompt for prompt, _ in batch])
+    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": positions[:, None], **media}
     move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
     return Packed(
         {name: move(tensor) for name, tensor in inputs.items()},
@@ -59,17 +62,37 @@ def pack(batch: list[tuple[Prompt, list[int]]], device: torch.device, filler: in
         move(torch.cat(labels)),
         move(torch.cat(sampled)[None]),
         move(torch.tensor(last, dtype=torch.long)),
+        order,
     )
 
 
-def _media(prompts: list[Prompt]) -> dict[str, torch.Tensor]:
-    """All media of the row, in order: patches are concatenated, mel spectrograms padded to the longest."""
+def _media(prompts: list[Prompt]) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
+    """The media of the row's distinct prompts, in order, and the order of items that repeats them.
+
+    Patches are concatenated, mel spectrograms padded to the longest.
+    """
+    distinct = list({id(p.features): p for p in prompts}.values())
     out = {}
-    for name in ("pixel_values", "image_grid_thw"):
-        if found := [p.features[name] for p in prompts if name in p.features]:
+    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        if found := [p.features[name] for p in distinct if name in p.features]:
             out[name] = torch.cat(found)
     for name in ("input_features", "feature_attention_mask"):
-        if found := [p.features[name] for p in prompts if name in p.features]:
+        if found := [p.features[name] for p in distinct if name in p.features]:
             longest = max(t.shape[-1] for t in found)
             out[name] = torch.cat([pad(t, (0, longest - t.shape[-1])) for t in found])
-    return out
+    if len(distinct) == len(prompts):
+        return out, {}
+    return out, {kind: order for kind, counted in _COUNTED.items() if (order := _order(prompts, distinct, counted))}
+
+
+_COUNTED = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature_attention_mask"}
+
+
+def _order(prompts: list[Prompt], distinct: list[Prompt], counted: str) -> list[int]:
+    """For each item of `prompts`, its place among those of `distinct`; items are the rows of the feature `counted`."""
+    items, start = {}, 0
+    for prompt in distinct:
+        count = len(prompt.features.get(counted, ()))
+        items[id(prompt.features)] = range(start, start + count)
+        start += count
+    return [index for prompt in prompts for index in items[id(prompt.features)]]

@@ -14,23 +14,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from omnitrain import device as devices
 from omnitrain.data.sample import Prompt
 from omnitrain.errors import ModelError
-from omnitrain.models.qwen3_omni import audio, lora
+from omnitrain.models.qwen3_omni import audio, lora, towers
 from omnitrain.models.qwen3_omni.head import LogprobHead, Question
 from omnitrain.models.qwen3_omni.packing import Packed, pack
-from omnitrain.models.qwen3_omni.spec import Qwen3OmniModel
+from omnitrain.models.qwen3_omni.spec import EXPERTS, Qwen3OmniModel
 from omnitrain.models.qwen3_omni.weights import (
     Checkpoint,
     Kept,
+    exchanged,
     local_rows,
     merge,
     published,
     published_names,
+    shard_of,
     whole,
 )
 
 TOWERS = ("visual", "audio_tower")
-# The engine keeps these three as one tensor, so that pushing one means pushing all.
-_FUSED_IN_ENGINE = ("q_proj", "k_proj", "v_proj")
+# The engine loads these together, so that pushing one means pushing all: one tensor, and one kernel's weights.
+_TOGETHER_IN_ENGINE = (("q_proj", "k_proj", "v_proj"), EXPERTS)
 
 
 class ThinkerPolicy:
@@ -67,12 +69,15 @@ class ThinkerPolicy:
             _shard(self._thinker, mesh, self.dtype)
         self._load(checkpoint, seed)
         audio.attach(self._thinker)
+        towers.attach(self._thinker)
         _attach_placeholders(self._thinker)
         self.module.train()
 
         # By transformers' name, as sharded: a module's own parameters are swapped for whole ones while it runs.
-        self._params = {lora.plain_name(name): p for name, p in self.module.named_parameters()}
+        targets = model.lora.module_names() if model.lora else []
+        self._params = {lora.plain_name(name, targets): p for name, p in self.module.named_parameters()}
         self._adapters = lora.adapters(self.module)
+        self._start: dict[str, Tensor] = {}
         self._kept = Kept()
 
     def _load(self, checkpoint: Checkpoint, seed: int) -> None:
@@ -114,12 +119,12 @@ class ThinkerPolicy:
     def _ask(self, packed: Packed, question: Question):
         for tower in TOWERS:
             getattr(self._thinker, tower).eval()
-        self._thinker.sampled_positions = packed.sampled
+        self._thinker.sampled_positions, self._thinker.media_order = packed.sampled, packed.media_order
         try:
             with self._thinker.lm_head.asked(question):
                 answer = self.module(**packed.inputs, use_cache=False).logits
         finally:
-            self._thinker.sampled_positions = None
+            self._thinker.sampled_positions, self._thinker.media_order = None, {}
         if not torch.is_grad_enabled() and isinstance(self._thinker, FSDPModule):
             # Without a backward pass the root would stay whole, and stale after the next optimizer step.
             self._thinker.reshard()
@@ -127,11 +132,33 @@ class ThinkerPolicy:
 
     @contextmanager
     def reference(self):
-        """The reference policy: the adapter is off inside. Raises ModelError without model.lora."""
+        """The reference policy: inside, the adapter is off, or is the one that it started from (`start_from`).
+
+        Raises ModelError without model.lora.
+        """
         if not self._adapters:
             raise ModelError("the reference is the model with its adapter off, but model.lora is not set")
-        with self.module.disable_adapter():
-            yield
+        if self._start:
+            with exchanged((self._params[name], value) for name, value in self._start.items()):
+                yield
+        else:
+            with self.module.disable_adapter():
+                yield
+
+    @torch.no_grad()
+    def start_from(self, adapter: dict[str, Tensor]) -> None:
+        """Make this adapter, whole tensors by their names in `trainable`, the trained one and, as a copy, the reference."""
+        trained = dict(self.trainable())
+        if wrong := sorted(trained.keys() ^ adapter.keys()):
+            raise ModelError(f"the starting adapter has other parameters: {', '.join(wrong[:3])}")
+        for name, parameter in trained.items():
+            if adapter[name].shape != parameter.shape:
+                raise ModelError(
+                    f"the starting adapter's {name} is {tuple(adapter[name].shape)}, here {tuple(parameter.shape)}: "
+                    "model.adapter was trained on another model than model.path"
+                )
+            parameter.copy_(shard_of(adapter[name].to(parameter.device, parameter.dtype), parameter))
+            self._start[name] = parameter.detach().clone()
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Trained parameters by transformers' name, LoRA as "...q_proj.lora_A.weight". DTensors where sharded."""
@@ -139,7 +166,7 @@ class ThinkerPolicy:
 
     @property
     def lora_count(self) -> int:
-        """Modules that carry an adapter."""
+        """Parameters that carry an adapter: a projection's weight, or one of a layer's two fused expert tensors."""
         return len(self._adapters)
 
     # -- weights for the engine
@@ -147,8 +174,8 @@ class ThinkerPolicy:
     def stream_weights(self, full: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (published name, tensor in model.dtype on this device), adapters merged, layer by layer.
 
-        Without `full`: what training changes, with the q, k and v of a layer together. With it: every
-        parameter, towers included. A collective: every rank iterates to the end, each gets every tensor.
+        Without `full`: what training changes, with the q, k and v of a layer together, and its experts. With it:
+        every parameter, towers included. A collective: every rank iterates to the end, each gets every tensor.
         """
         self._kept = Kept()
         for name in self._streamed(full):
@@ -157,10 +184,10 @@ class ThinkerPolicy:
             yield from published(name, tensor)
 
     def _for_engine(self, name: str) -> Tensor:
-        adapter = self._adapters.get(name.removesuffix(".weight"))
+        adapter = self._adapters.get(name)
         if adapter is None:
             return whole(self._params[name], self.dtype)
-        a, b = (whole(self._params[n]) for n in (adapter.a, adapter.b))
+        a, b = adapter.factors(*(whole(self._params[n]) for n in (adapter.a, adapter.b)))
         return merge(whole(self._params[name]), a, b, adapter.scale, self.dtype, self._kept)
 
     def _streamed(self, full: bool) -> list[str]:
@@ -170,10 +197,10 @@ class ThinkerPolicy:
         if not self._adapters:
             return [name for name in names if self._params[name].requires_grad]
         chosen = set()
-        for module in self._adapters:
-            parent, leaf = module.rsplit(".", 1)
-            leaves = _FUSED_IN_ENGINE if leaf in _FUSED_IN_ENGINE else (leaf,)
-            chosen |= {f"{parent}.{leaf}.weight" for leaf in leaves}
+        for name in self._adapters:
+            parent, leaf = name.removesuffix(".weight").rsplit(".", 1)
+            together = next((group for group in _TOGETHER_IN_ENGINE if leaf in group), (leaf,))
+            chosen |= {name.replace(f"{parent}.{leaf}", f"{parent}.{other}") for other in together}
         return [name for name in names if name in chosen]
 
     def expected_names(self, full: bool = False) -> set[str]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from omnitrain.data.media import load_audio, load_image
 from omnitrain.data.sample import Message, Part, Prompt, Row
 from omnitrain.errors import DataError, ModelError
+from omnitrain.models.qwen3_omni.features import Features
+from omnitrain.models.qwen3_omni.layout import Layout
 from omnitrain.models.qwen3_omni.weights import Checkpoint
-
-RATE = 16000
-_FEATURES = ("pixel_values", "image_grid_thw", "input_features", "feature_attention_mask")
+from omnitrain.recipe.schema import Pixels, Video
 
 
 class OverlongPrompt(Exception):
@@ -31,12 +28,26 @@ class Processing:
         path: `model.path`: a checkpoint directory or a hub name in the local cache.
         system: replaces the system turn of every row; an empty string removes it; None keeps it.
         max_prompt_tokens: longest prompt; a longer one raises OverlongPrompt and is never cut.
+        image: `data.image`, how large pictures are.
+        video: `data.video`, which frames of videos are seen, and how large.
+        use_audio_in_video: a video's sound track is ignored (False), heard between its frames (True), or heard after it
+            as a sound of its own ("separate"). A video without one is a plain video in all cases.
         cache_bytes: how much the prompts kept for reuse may hold.
 
     Raises ModelError if the checkpoint has no usable processor.
     """
 
-    def __init__(self, path: str, *, system: str | None, max_prompt_tokens: int, cache_bytes: int = 2**30) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        system: str | None,
+        max_prompt_tokens: int,
+        image: Pixels = Pixels(),
+        video: Video = Video(),
+        use_audio_in_video: bool | Literal["separate"] = False,
+        cache_bytes: int = 2**30,
+    ) -> None:
         from transformers import AutoProcessor, GenerationConfig
 
         checkpoint = Checkpoint(path)
@@ -48,7 +59,8 @@ class Processing:
             ) from error
         self._tokenizer = self._processor.tokenizer
         self._config = checkpoint.config.thinker_config
-        self._rope = _Rope(self._config)
+        self._layout = Layout(self._config)
+        self._features = Features(self._processor, image, video, use_audio_in_video)
         self._system = system
         self._limit = max_prompt_tokens
         self._cache: OrderedDict[Any, tuple[Prompt, int]] = OrderedDict()
@@ -88,29 +100,20 @@ class Processing:
 
     def _encode(self, row: Row) -> Prompt:
         messages = self.messages(row)
-        parts = [part for message in messages for part in message.content]
+        media = self._features.load(row, [part for message in messages for part in message.content])
         text = self._processor.apply_chat_template(
-            [{"role": m.role, "content": _template_content(m.content)} for m in messages],
+            [{"role": m.role, "content": _template_content(m.content, media.separate)} for m in messages],
             tokenize=False,
             add_generation_prompt=True,
         )
-        images = [load_image(part, row.root) for part in parts if part.type == "image"]
-        clips = [load_audio(part, row.root, RATE) for part in parts if part.type == "audio"]
-        if any(part.type == "video" for part in parts):
-            raise DataError(f"row {row.id!r}: video is not supported yet; leave such rows out")
         engine_ids = self.encode_text(text)
-        self._check_placeholders(row, engine_ids, len(images), len(clips))
-        batch = self._processor(text=[text], images=images or None, audio=clips or None, return_tensors="pt")
-        ids = batch["input_ids"][0].tolist()
+        self._check_placeholders(row, engine_ids, media.count)
+        features, spans = self._features.compute(media)
+        ordered = [next(spans[kind]) for kind in self._layout.order(engine_ids)]
+        ids, positions = self._layout.expand(engine_ids, ordered)
         if len(ids) > self._limit:
             raise OverlongPrompt(row, len(ids), self._limit)
-        features = {name: batch[name] for name in _FEATURES if name in batch}
-        media: dict[str, Any] = {}
-        if images:
-            media["image"] = images
-        if clips:
-            media["audio"] = [(clip, RATE) for clip in clips]
-        return Prompt(row, ids, engine_ids, media, features, self._rope.positions(batch["input_ids"], features))
+        return Prompt(row, ids, engine_ids, media.for_engine(), features, positions, media.options())
 
     def messages(self, row: Row) -> list[Message]:
         """The row's messages as the model sees them: their system turn is `data.system`, if that is set."""
@@ -120,14 +123,15 @@ class Processing:
         own = [Message("system", (Part("text", text=self._system),))] if self._system else []
         return own + rest
 
-    def _check_placeholders(self, row: Row, engine_ids: list[int], images: int, clips: int) -> None:
+    def _check_placeholders(self, row: Row, engine_ids: list[int], count: dict[str, int]) -> None:
         """One placeholder per media item. More means that the row's text spells a media token."""
+        config = self._config
         for kind, token, expected in (
-            ("image", self._config.image_token_id, images),
-            ("image", self._config.vision_start_token_id, images),
-            ("audio", self._config.audio_token_id, clips),
-            ("audio", self._config.audio_start_token_id, clips),
-            ("video", self._config.video_token_id, 0),
+            ("image", config.image_token_id, count["image"]),
+            ("image or video", config.vision_start_token_id, count["image"] + count["video"]),
+            ("audio", config.audio_token_id, count["audio"]),
+            ("audio", config.audio_start_token_id, count["audio"]),
+            ("video", config.video_token_id, count["video"]),
         ):
             found = engine_ids.count(token)
             if found != expected:
@@ -144,37 +148,19 @@ class Processing:
             self._held -= self._cache.popitem(last=False)[1][1]
 
 
-class _Rope:
-    """transformers' own rotary positions, without building a model for them."""
+def _template_content(parts: tuple[Part, ...], separate: set[int]) -> str | list[dict[str, str]]:
+    """A string where there is only text: not every published template takes a list in a system turn.
 
-    def __init__(self, config) -> None:
-        from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
-
-        self.config = config
-        self.spatial_merge_size = config.vision_config.spatial_merge_size
-        for name in ("get_rope_index", "get_llm_pos_ids_for_vision", "get_chunked_index"):
-            setattr(self, name, getattr(Thinker, name).__get__(self))
-
-    def positions(self, ids: torch.Tensor, features: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(3, T) int64 for ids (1, T). Without video every position is a whole number."""
-        mask = features.get("feature_attention_mask")
-        found, _ = self.get_rope_index(
-            ids,
-            features.get("image_grid_thw"),
-            None,
-            torch.ones_like(ids),
-            False,
-            None if mask is None else mask.sum(-1),
-            None,
-        )
-        return found[:, 0].long()
-
-
-def _template_content(parts: tuple[Part, ...]) -> str | list[dict[str, str]]:
-    """A string where there is only text: not every published template takes a list in a system turn."""
+    `separate` holds the id() of the video parts whose sound track follows them.
+    """
     if all(part.type == "text" for part in parts):
         return "".join(part.text or "" for part in parts)
-    return [{"type": "text", "text": p.text or ""} if p.type == "text" else {"type": p.type} for p in parts]
+    content = []
+    for part in parts:
+        content.append({"type": "text", "text": part.text or ""} if part.type == "text" else {"type": part.type})
+        if id(part) in separate:
+            content.append({"type": "audio"})
+    return content
 
 
 def _eos_ids(path, tokenizer, generation_config) -> set[int]:
@@ -188,4 +174,6 @@ def _eos_ids(path, tokenizer, generation_config) -> set[int]:
 def _bytes(prompt: Prompt) -> int:
     tensors = sum(t.numel() * t.element_size() for t in prompt.features.values())
     pictures = sum(3 * image.width * image.height for image in prompt.media.get("image", ()))
-    return tensors + pictures + sum(clip.nbytes for clip, _ in prompt.media.get("audio", ())) + 64 * len(prompt.ids)
+    frames = sum(frames.nbytes for frames, _ in prompt.media.get("video", ()))
+    clips = sum(clip.nbytes for clip, _ in prompt.media.get("audio", ()))
+    return tensors + pictures + frames + clips + 64 * len(prompt.ids)

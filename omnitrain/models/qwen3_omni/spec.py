@@ -5,15 +5,18 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from omnitrain.errors import ModelError
 from omnitrain.recipe.base import Section
 from omnitrain.recipe.sizes import Sizes
 
+# The fused experts' parameters, in the order in which peft wraps them.
+EXPERTS = ("gate_up_proj", "down_proj")
 # Named sets of LoRA targets. Only the Thinker's text decoder is ever matched.
 LORA_TARGETS = {
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "attention+experts": ["q_proj", "k_proj", "v_proj", "o_proj", *EXPERTS],
 }
 
 
@@ -27,7 +30,8 @@ class Lora(Section):
     """Scaling: the adapter is multiplied by alpha / rank."""
 
     targets: list[str] | str = Field("attention")
-    """Module names, or the name of a set: "attention" is q_proj, k_proj, v_proj, o_proj."""
+    """Module names, or a set's: "attention" is q_proj, k_proj, v_proj, o_proj; "attention+experts" has the fused experts'
+    gate_up_proj and down_proj as well."""
 
     def module_names(self) -> list[str]:
         """The targets as a list of module names."""
@@ -54,6 +58,23 @@ class Qwen3OmniModel(Section):
 
     init_from: str | None = None
     """Run directory whose last checkpoint gives the starting weights (same family, same trained parameters)."""
+
+    adapter: str | None = None
+    """Run directory or exported adapter that the trained adapter starts from, and that is the reference."""
+
+    @model_validator(mode="after")
+    def _start(self):
+        if self.adapter is not None and self.init_from is not None:
+            raise ValueError(
+                "model.adapter and model.init_from are both set; model.adapter starts from an adapter and makes it the "
+                "reference, model.init_from takes trained weights and leaves the reference at model.path: keep one"
+            )
+        if self.adapter is not None and self.lora is None:
+            raise ValueError(
+                f'model.adapter = "{self.adapter}" needs a model.lora table of the same rank and targets; a run that '
+                "trained all parameters is continued with model.init_from"
+            )
+        return self
 
 
 PUBLISHED = ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "Qwen/Qwen3-Omni-30B-A3B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Captioner")
@@ -127,6 +148,8 @@ def _read_sizes(config_file: Path) -> Sizes:
             max_positions=text["max_position_embeddings"],
             tied=bool(text.get("tie_word_embeddings", False)),
             towers=_vision(vision) + _audio(audio),
+            pixels_per_token=(vision["patch_size"] * vision.get("spatial_merge_size", 2)) ** 2,
+            frames_per_token=vision.get("temporal_patch_size", 2),
         )
     except (KeyError, TypeError) as error:
         raise ModelError(f"{config_file}: not a Qwen3-Omni configuration, {error} is missing or malformed") from None

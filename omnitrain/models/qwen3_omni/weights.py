@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from omnitrain.errors import ModelError
 from omnitrain.recipe.sizes import hub_name
 
 PREFIX = "thinker."
+_MERGED_AT_ONCE = 16
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
 
@@ -106,9 +108,24 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def files(self) -> dict[str, list[str]]:
+        """Stored names by weight file, talker and code2wav included. Raises ModelError if one of the files is not there."""
+        found: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            found.setdefault(file, []).append(name)
+        missing = sorted(file for file in found if not (self.path / file).is_file())
+        if missing:
+            raise ModelError(f"{self.path}: {len(missing)} weight files are missing: {_few(missing)}; download it again")
+        return found
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the stored tensor `name`."""
         return tuple(self._slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The stored tensor `name`, as it is."""
+        self.shape(name)
+        return self._file(self._file_of[name]).get_tensor(name)
 
     def _slice(self, name: str):
         try:
@@ -174,6 +191,25 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@contextmanager
+def exchanged(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Inside, each parameter has its partner's values; afterwards its own again, bit for bit.
+
+    Copied in place: FSDP gathers from storage of its own, which another tensor in the parameter's place would not reach.
+    """
+    pairs = list(pairs)
+    kept = [parameter.detach().clone() for parameter, _ in pairs]
+    with torch.no_grad():
+        for parameter, value in pairs:
+            parameter.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (parameter, _), value in zip(pairs, kept):
+                parameter.copy_(value)
+
+
 @dataclass
 class Kept:
     """How much of the LoRA deltas survived the cast to the engine's dtype."""
@@ -190,7 +226,10 @@ class Kept:
 def merge(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dtype: torch.dtype, kept: Kept | None = None
 ) -> torch.Tensor:
-    """W + scale B A, formed in float32 and cast once. W (out, in), A (r, in), B (out, r)."""
+    """W + scale B A, formed in float32 and cast once. W (out, in), A (r, in), B (out, r); of experts with E before each."""
+    if weight.ndim == 3 and len(weight) > _MERGED_AT_ONCE:  # float32 copies of a layer's experts would be gigabytes
+        parts = zip(*(tensor.split(_MERGED_AT_ONCE) for tensor in (weight, a, b)), strict=True)
+        return torch.cat([merge(*part, scale, dtype, kept) for part in parts])
     base = weight.float()
     delta = scale * (b.float() @ a.float())
     merged = (base + delta).to(dtype)
@@ -208,6 +247,21 @@ def published(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
     """
     for (stored, _), part in zip(_stored(name, tensor.shape), _parts(name, tensor), strict=True):
         yield stored, part
+
+
+def published_pieces(
+    name: str, shape: torch.Size, checkpoint: Checkpoint
+) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """(stored name, place) of each piece of a parameter in this checkpoint.
+
+    A place is (expert, half of its rows), half -1 for all of them; None where the parameter is stored whole.
+    """
+    stored = [piece for piece, _ in _stored(name, shape, checkpoint)]
+    if stored == [PREFIX + name]:
+        yield stored[0], None
+        return
+    halves = (0, 1) if name.endswith("gate_up_proj") else (-1,)
+    yield from zip(stored, ((e, half) for e in range(shape[0]) for half in halves), strict=True)
 
 
 def published_names(name: str, shape: torch.Size) -> list[str]:

@@ -1,6 +1,6 @@
 """Ranks that run a sharded policy and save what a single process can be held against.
 
-Usage under torchrun: sharded_policy.py MODEL OUT. Rank 0 has a text and a picture, rank 1 the sounds.
+Usage under torchrun: sharded_policy.py MODEL OUT. Rank 0 has text only, rank 1 pictures, sounds and a video.
 """
 
 import sys
@@ -19,8 +19,12 @@ from omnitrain.train.distributed import init_ranks
 from tests.unit.models.conftest import ANSWERS, ROWS
 
 # Rank 3 leaves the adapters' rows uneven over two ranks.
-CASES = {"lora": Lora(rank=3, alpha=6), "full": None}
-SPLIT = 2
+CASES = {
+    "lora": Lora(rank=3, alpha=6),
+    "experts": Lora(rank=3, alpha=6, targets="attention+experts"),
+    "full": None,
+}
+SPLIT = 1
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -88,9 +92,31 @@ def main(model: str, out: str) -> None:
             n: torch.equal(whole(p), whole(q))
             for (n, p), (_, q) in zip(policy.trainable(), other.trainable(), strict=True)
         }
+        if lora:
+            results[name]["start"] = start(make(model, lora, ranks.mesh), mine)
         results[name]["bfloat16"] = mixed(make(model, lora, ranks.mesh, "bfloat16"), mine)
     torch.save(results, f"{out}.{ranks.rank}")
     ranks.barrier()
+
+
+def start(policy: ThinkerPolicy, batch: list) -> dict:
+    """A policy that starts from an adapter, before and after its weights move: log-probs, and the reference's."""
+    tensors = {}
+    for i, (name, p) in enumerate(policy.trainable()):
+        tensors[name] = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.1
+    policy.start_from(tensors)
+    with torch.no_grad():
+        found = {"first": policy.logprobs(batch)[0]}
+    disturb(policy)
+    trained = {name: whole(p).clone() for name, p in policy.trainable()}
+    logp, _ = policy.logprobs(batch)
+    with torch.no_grad(), policy.reference():
+        found["reference"] = policy.logprobs(batch)[0]
+    logp.sum().backward()
+    found["trained"] = logp.detach()
+    found["kept"] = all(torch.equal(whole(p), trained[name]) for name, p in policy.trainable())
+    found["gradients"] = all(whole(p.grad).norm() > 0 for _, p in policy.trainable())
+    return found
 
 
 def mixed(policy: ThinkerPolicy, batch: list) -> dict:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnitrain.algorithms.advantages import group_advantages
+from omnitrain.algorithms.advantages import combined_advantages, group_advantages, varied_groups
 
 NAN = float("nan")
 
@@ -84,3 +84,77 @@ def test_every_group_sums_to_zero_and_keeps_the_order_of_its_rewards(samples, st
         assert abs(advantages[kept].sum()) < 1e-9
         order = rewards[kept].argsort()
         assert (advantages[kept][order].diff() >= -1e-9).all()
+
+
+def _eight_with_one_failed():
+    rewards = torch.tensor([1.0, 0.0, 0.5, NAN, 1.0, 0.0, 0.25, 0.75], dtype=torch.float64)
+    return rewards, torch.zeros(8, dtype=torch.long), torch.isfinite(rewards)
+
+
+@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_r2_one_nan_of_eight_leaves_the_advantages_of_the_other_seven_as_without_it(leave_one_out, std):
+    rewards, groups, mask = _eight_with_one_failed()
+    options = {"std": std, "leave_one_out": leave_one_out}
+    clean, _ = group_advantages(rewards[mask], groups[mask], **options)
+    advantages, flat = group_advantages(rewards, groups, mask, **options)
+    assert advantages[mask].tolist() == clean.tolist() and advantages[3] == 0 and flat == 0
+    combined, flat = combined_advantages(rewards[None], torch.ones(1).double(), groups, mask, **options)
+    assert combined.tolist() == advantages.tolist() and flat == 0
+
+
+def test_r2_a_sample_that_failed_is_in_no_rewards_mean_with_several_combined():
+    rewards, groups, mask = _eight_with_one_failed()
+    other = torch.arange(8, dtype=torch.float64)  # finite on the failed sample too
+    weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    advantages, _ = combined_advantages(torch.stack([rewards, other]), weights, groups, mask)
+    expected = sum(w * group_advantages(r[mask], groups[mask])[0] for w, r in zip(weights, (rewards, other)))
+    assert advantages[mask].tolist() == expected.tolist() and advantages[3] == 0
+
+
+def test_combined_advantages_give_a_reward_that_varies_little_as_much_say_as_its_weight():
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.001, 0.0, 0.0, 0.001]], dtype=torch.float64)
+    weights, groups = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    unit = 0.5 / torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64).std()
+    advantages, _ = combined_advantages(rewards, weights, groups, eps=0.0)
+    expected = unit * torch.tensor([3.0, -3.0, -1.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(advantages, expected)
+    summed, _ = group_advantages((weights[:, None] * rewards).sum(0), groups)
+    assert (summed[0] > 0.86) and (summed[2] > 0.86), "the weighted sum would have drowned the second reward"
+
+
+def test_a_reward_that_does_not_score_a_group_adds_nothing_there():
+    rewards = torch.tensor([[1.0, 0.0, NAN, NAN], [NAN, NAN, 0.0, 5.0]], dtype=torch.float64)
+    groups, weights = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    advantages, flat = combined_advantages(rewards, weights, groups, present=torch.isfinite(rewards))
+    own = group_advantages(torch.tensor([1.0, 0.0, 0.0, 5.0], dtype=torch.float64), groups)[0]
+    assert advantages.tolist() == [own[0], own[1], 3 * own[2], 3 * own[3]] and flat == 0
+
+
+def test_with_several_rewards_a_group_is_flat_if_none_of_those_with_a_weight_varies():
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 2.0]])
+    groups = torch.tensor([0, 0, 1, 1])
+    assert combined_advantages(rewards, torch.tensor([1.0, 1.0]), groups)[1] == 0.5
+    assert combined_advantages(rewards, torch.tensor([1.0, 0.0]), groups)[1] == 1.0
+
+
+def test_shapes_of_several_rewards_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"\(K, N\) and \(K,\)"):
+        combined_advantages(torch.zeros(2, 3), torch.ones(3), torch.zeros(3))
+
+
+def test_dynamic_sampling_keeps_groups_with_unequal_rewards_among_the_samples_that_did_not_fail():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 5.0, NAN, NAN, NAN, 0.1, 0.1, 0.3])
+    groups = torch.tensor([7, 7, 1, 1, 2, 2, 3, 3, 4, 4, 4])  # varied, equal, one kept, none kept, varied
+    assert varied_groups(rewards, groups, torch.isfinite(rewards)) == [4, 7]
+    masked = torch.isfinite(rewards) & (torch.arange(11) != 1)
+    assert varied_groups(rewards, groups, masked) == [4], "with one kept sample a group teaches nothing"
+    assert varied_groups(torch.zeros(0), torch.zeros(0)) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.booleans()), min_size=1, max_size=20))
+def test_a_group_is_kept_just_if_one_of_its_advantages_is_not_zero(samples):
+    groups, rewards, mask = (torch.tensor(column) for column in zip(*samples, strict=True))
+    advantages, _ = group_advantages(rewards.double(), groups, mask)
+    assert varied_groups(rewards.double(), groups, mask) == groups[advantages != 0].unique().tolist()

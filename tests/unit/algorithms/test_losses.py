@@ -1,9 +1,6 @@
 """GSPO, k3 and cross-entropy against closed forms, finite differences, and TRL."""
 
-import collections
-import importlib
 import math
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -31,52 +28,15 @@ def gradient(loss, leaf):
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def padded(flat, fill=0.0):
-    return torch.nn.utils.rnn.pad_sequence(flat.split(LENGTHS), batch_first=True, padding_value=fill)
-
-
-def trl_loss(logp, old, ref, beta):
-    """TRL's own GSPO on the padded batch: its method, unbound, on a stub that holds what it reads."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    mask = padded(torch.ones(sum(LENGTHS)))
-    count, longest = mask.shape
-    ids = torch.zeros(count, longest, dtype=torch.long)
-    trainer = MagicMock()
-    trainer.importance_sampling_level, trainer.loss_type = "sequence", "grpo"
-    trainer.epsilon_low, trainer.epsilon_high, trainer.beta = LOW, HIGH, beta
-    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
-    trainer.use_vllm = trainer._entropy_bonus_enabled = trainer.aux_loss_enabled = False
-    trainer.tools = trainer.environments = trainer.env = trainer.args.delta = None
-    trainer.args.use_bias_correction_kl = False
-    trainer.args.steps_per_generation = trainer.current_gradient_accumulation_steps = 1
-    trainer.accelerator.num_processes, trainer.max_completion_length = 1, longest
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (padded(logp), torch.zeros_like(mask), None)
-    trainer._metrics = collections.defaultdict(lambda: collections.defaultdict(list))
-    trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda value: value
-    batch = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": torch.ones(count, 1, dtype=torch.long),
-        "completion_ids": ids,
-        "completion_mask": mask.long(),
-        "advantages": ADVANTAGES,
-        "old_per_token_logps": padded(old),
-        "ref_per_token_logps": padded(ref),
-        "num_items_in_batch": mask.sum(),
-    }
-    return GRPOTrainer._compute_loss(trainer, None, batch)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("scale", [0.0, 5e-4, 0.3])
-def test_loss_and_gradient_equal_trls(beta, scale, monkeypatch):
-    pytest.importorskip("trl")
-    # TRL would import vllm, which takes seconds and is not needed here.
-    monkeypatch.setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False)
+def test_loss_and_gradient_equal_trls(beta, scale, trl):
     logp, old, ref = packed(scale=scale)
     ours, stats = gspo_loss(logp, old, ADVANTAGES, LENGTHS, clip_low=LOW, clip_high=HIGH)
     ours = (ours + beta * kl_loss(logp, ref, LENGTHS)[0]) / stats["units"]
-    theirs = trl_loss(logp, old, ref, beta)
+    theirs = trl.grpo(
+        logp, old, ADVANTAGES, LENGTHS, ref=ref, beta=beta, level="sequence", loss_type="grpo", low=LOW, high=HIGH
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient(ours, logp), gradient(theirs, logp), rtol=1e-12, atol=1e-14)
     if scale == 5e-4:

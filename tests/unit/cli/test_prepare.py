@@ -1,11 +1,15 @@
 """`omnitrain prepare` as a user meets it: the report, the rows shown, exit codes, start-up without heavy imports."""
 
 import json
+import re
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import typer
+from PIL import Image
 from typer.testing import CliRunner
 
 from omnitrain.cli import prepare
@@ -57,17 +61,48 @@ def test_show_renders_rows_as_the_model_sees_them(run, tmp_path):
     lines = shown.splitlines()
     assert lines[1] == "id avqa-train-0, source avqa, image+audio"
     assert lines[2].startswith("system: ")
-    assert lines[3] == "user: [image 64x64 media/train/images/sample_0.png]"
-    assert lines[4] == "[audio 0.50 s media/train/audios/sample_0.wav]"
+    assert lines[3] == "user: [image media/train/images/sample_0.png 64x64]"
+    assert lines[4] == "[audio media/train/audios/sample_0.wav 0.50 s]"
     assert lines[5:10] == ["Which colour and pitch?", "A. blue high", "B. blue low", "C. red high", "D. red low"]
     assert lines[10].startswith("answer: <answer>")
     assert "train.parquet row 1" in shown and "row 2" not in shown
+
+
+def test_show_tells_what_a_video_holds_and_both_answers_of_a_pair(run, tmp_path):
+    assert run("demo", tmp_path, "--only", "nextqa", "--rows", "8").exit_code == 0
+    result = run("nextqa", tmp_path / "NExT-QA", tmp_path / "nextqa", "--show", "8")
+    assert result.exit_code == 0, result.output
+    clip = r"user: \[video media/train/NExTVideo/2000/200000\d.mp4 64x64, 4 frames of 1.00 s, "
+    assert len(re.findall(clip + r"without a sound track\]", result.output)) == 6
+    assert len(re.findall(clip + r"with 1\.\d\d s of sound\]", result.output)) == 2
+    assert "note: train: 6 of 8 videos have no sound track" in result.output
+    assert run("demo", tmp_path, "--only", "preference", "--rows", "24").exit_code == 0
+    words = ("--validation-share", "0.5", "--seed", "3", "--workers", "2", "--show", "12")
+    result = run("omni-preference", tmp_path, tmp_path / "pairs", *words)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"chosen: It is (\w.*)\.\nrejected: It is (?!\1)\w.*\.", result.output)
+    rows = [line for line in result.output.splitlines() if line.startswith(("│ train", "│ validation"))]
+    kept = [int(line.split("│")[3]) for line in rows]
+    assert sum(kept) == 24 and min(kept) > 4
+
+
+def test_a_pictures_folder_of_shards_is_prepared_from_the_command_line(run, tmp_path):
+    image = tmp_path / "a.png"
+    Image.new("RGB", (4, 4)).save(image)
+    record = {"id": "1", "question": "How many?", "answer": "3", "image": {"bytes": image.read_bytes(), "path": None}}
+    pq.write_table(pa.Table.from_pylist([record, {**record, "answer": ""}]), tmp_path / "train-0.parquet")
+    result = run("mmk12", tmp_path, tmp_path / "out")
+    assert isinstance(result.exception, DataError) and "missing answer" in result.output
+    result = run("mmk12", tmp_path, tmp_path / "out", "--skip-bad", "--show", "1")
+    assert result.exit_code == 0 and re.search(r"user: \[image media/train/[0-9a-f]{64}\.png 4x4\]", result.output)
 
 
 def test_usage_errors_exit_2(run, tmp_path):
     assert run("gsm8k", "only-one").exit_code == 2
     assert run("nothing", "a", "b").exit_code == 2
     assert run("demo", tmp_path, "--rows", "0").exit_code == 2
+    assert run("demo", tmp_path, "--only", "mmk12").exit_code == 2
+    assert run("omni-preference", tmp_path, tmp_path / "out", "--validation-share", "1").exit_code == 2
     for words, message in (
         (("tiny", "qwen3_omnni", tmp_path), "unknown model family qwen3_omnni; did you mean qwen3_omni?"),
         (("tiny", "qwen3_omni", tmp_path, "--dtype", "int4"), "must be float32 or bfloat16"),

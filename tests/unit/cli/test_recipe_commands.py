@@ -75,12 +75,46 @@ def test_plan_writes_nothing(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_plan_ends_with_common_machines_unless_one_is_given(run):
+    result = run("plan", AVQA)
+    assert result.exit_code == 0
+    table = result.output.split("machine ")[1].splitlines()
+    assert table[0].split() == ["verdict", "peak", "in", "phase", "to", "make", "it", "fit"]
+    rows = [line.split("  ")[0] for line in table[1:]]
+    assert [row.replace(" (tensor_parallel 1)", "") for row in rows] == [
+        f"{devices} x {memory} GiB" for devices in (1, 4, 8) for memory in (80, 141)
+    ]
+    assert rows[0].endswith("(tensor_parallel 1)") and rows[2] == "4 x 80 GiB"
+    assert re.search(r"^4 x 80 GiB +fits +[\d.]+ GiB +rollout$", result.output, re.MULTILINE)
+    for given in (["--devices", "4"], ["--devices", "4", "--memory", "80"]):
+        assert "machine " not in run("plan", AVQA, *given).output
+
+
+def test_plan_of_pairs_and_of_dynamic_sampling_says_so(run):
+    recipes_ = {item.path.stem: item.path for item in all_shipped()}
+    text = run("plan", recipes_["dpo_omni_preference"], "--devices", "4", "--memory", "80").output
+    assert "before step 1" not in text
+    precomputed = run("plan", recipes_["dpo_omni_preference"], "--set", "algorithm.reference=precomputed").output
+    assert "before step 1: one forward over all training and validation rows" in precomputed
+    assert "a step: 32 pairs\n" in text and "updates a step: 4, each of 8 pairs" in text and "rollout.sleep" not in text
+    text = run("plan", recipes_["dapo_avqa_full_method"], "--devices", "4", "--memory", "80").output
+    assert "a step: 128 prompts x 16 responses = 2048 sequences, drawn up to 10 times" in text
+    assert "a prompt: at most 4160 tokens; a picture takes up to 588 of them, a video of 8 frames 2352" in text
+
+
 def test_recipes_lists_what_ships(run):
     lines = run("recipes").output.splitlines()
     assert lines[0].split() == ["name", "model", "algorithm", "task", "accelerators", "verified", "on"]
     row = next(line for line in lines if line.startswith("qwen3_omni/gspo_gsm8k"))
     assert "gspo" in row and "gsm8k" in row and "4 x 80 GB" in row
     assert run("recipes", "list").output.splitlines() == lines
+    rows = {line.split()[0]: line.split() for line in lines if "/" in line.split(" ")[0]}
+    for name, algorithm, task in (
+        ("dapo_avqa_full_method", "dapo", "avqa_full_method"),
+        ("dpo_omni_preference", "dpo", "omni_preference"),
+        ("gspo_nextqa_full", "gspo", "nextqa_full"),
+    ):
+        assert rows[f"qwen3_omni/{name}"][2:4] == [algorithm, task]
 
 
 def test_recipes_say_what_they_were_verified_on(run):
@@ -165,6 +199,11 @@ def test_schema_is_json_on_the_screen_or_in_a_file(run, tmp_path):
         ("rewards.weight", ["rewards[].weight"]),
         ("rollout", ['engine = "trainer"', "group_size"]),
         ("gspo", ["arXiv 2507.18071", "clip_low"]),
+        ("dapo", ["arXiv 2503.14476", "overlong_buffer"]),
+        ("algorithm.kl", ['algorithm.kl   (with algorithm.kind = "gspo" or "dapo")\na number']),
+        ("algorithm.correction", ["optional table", "reject_high"]),
+        ("data.video", ["max_frames"]),
+        ("unified_reward", ["OpenAI-compatible", "axes"]),
         ("g6", ["Pearson", "likely causes", 'skip = ["g6"]']),
         ("g6", ["`omnitrain bench RECIPE --agreement`"]),
         ("g3", ["every trained tensor"]),
@@ -219,7 +258,7 @@ assert not heavy, heavy
 
 @pytest.mark.parametrize(
     "arguments",
-    [["plan", str(AVQA), "--devices", "4", "--memory", "80"], ["schema"], ["recipes"], ["explain", "g6"]],
+    [["plan", str(AVQA), "--devices", "4", "--memory", "80"], ["plan", str(AVQA)], ["schema"], ["recipes"], ["explain", "g6"]],
     ids=lambda arguments: arguments[0],
 )
 def test_nothing_heavy_is_imported(arguments):

@@ -11,8 +11,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from omnitrain.data import converters
-from omnitrain.data.converters import convert
+from omnitrain.data.converters import convert, placing
 from omnitrain.data.media import load_audio, load_image
 from omnitrain.data.schema import RowFile, system_hash
 from omnitrain.errors import DataError
@@ -220,7 +219,7 @@ def test_media_are_copied_where_links_are_not_possible(tmp_path, monkeypatch):
     def other_file_system(*_):
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(converters.os, "link", other_file_system)
+    monkeypatch.setattr(placing.os, "link", other_file_system)
     convert("avqa", [tmp_path], tmp_path / "out")
     assert (tmp_path / "out/media/train/images/a.png").stat().st_nlink == 1
 
@@ -238,8 +237,8 @@ def test_full_disk_while_copying_leaves_no_rows_and_no_media(tmp_path, monkeypat
     def no_link(*_):
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(converters.os, "link", no_link)
-    monkeypatch.setattr(converters.shutil, "copyfile", full)
+    monkeypatch.setattr(placing.os, "link", no_link)
+    monkeypatch.setattr(placing.shutil, "copyfile", full)
     with pytest.raises(DataError, match="cannot be written: No space left on device"):
         convert("avqa", [tmp_path], tmp_path / "out")
     assert len(copies) == 2 and not [p for p in (tmp_path / "out").rglob("*") if p.is_file()]

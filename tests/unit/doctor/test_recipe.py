@@ -42,7 +42,7 @@ def loaded(tmp_path):
 def test_data_files_open_and_their_media_decode(loaded):
     (found,) = checks.data_files(loaded.recipe)
     assert found.status == "ok"
-    assert "4 rows" in found.detail and "4 media files" in found.detail
+    assert "7 rows" in found.detail and "9 media files" in found.detail
 
 
 def test_a_missing_data_file_is_a_problem(loaded, tmp_path):

@@ -18,7 +18,7 @@ RECIPE = validated(
 
 def test_prompts_of_every_modality_are_written_and_decode(tmp_path):
     rows = list(RowFile(write_prompts(tmp_path / "p.parquet", per_modality=3)))
-    assert [row.modality for row in rows] == [m for m in MODALITIES for _ in range(3)]
+    assert [row.source for row in rows] == [m for m in MODALITIES for _ in range(3)]
     sizes, lengths = set(), set()
     for row in rows:
         for part in row.messages[0].content:
@@ -38,7 +38,7 @@ def test_the_measured_recipe_keeps_model_and_rollout_and_needs_no_reward_or_data
     recipe = agreement_recipe(RECIPE, tmp_path, dtype="float32")
     assert recipe.model.dtype == "float32" and recipe.model.path == "nowhere"
     assert recipe.rollout == RECIPE.rollout
-    assert recipe.data.validation is None and len(RowFile(recipe.data.train)) == 8
+    assert recipe.data.validation is None and len(RowFile(recipe.data.train)) == 2 * len(MODALITIES)
     assert [reward.kind for reward in recipe.rewards] == ["choice"]
     assert agreement_recipe(RECIPE, tmp_path).model.dtype == "bfloat16"
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from omnitrain.data.sample import Message, Part, Row
+from omnitrain.data.video import encode_video
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
 from omnitrain.models.qwen3_omni.spec import Lora, Qwen3OmniModel
@@ -28,6 +29,14 @@ def sound(seconds=0.5, hertz=440.0) -> Part:
     return Part("audio", data=file.getvalue())
 
 
+def clip(pictures=20, fps=10, hertz=None, size=(64, 96), seed=0) -> Part:
+    """A video whose frames differ; with `hertz`, a tone in its track."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (pictures, size[1] // 32, size[0] // 32, 3), dtype=np.uint8)
+    time = np.arange(16000 * pictures // fps) / 16000
+    tone = None if hertz is None else 0.3 * np.sin(2 * np.pi * hertz * time)
+    return Part("video", data=encode_video(blocks.repeat(32, 1).repeat(32, 2), fps, tone))
+
+
 def row(*parts: Part, text="Which one?", index=0, system=None) -> Row:
     messages = [Message("system", (Part("text", text=system),))] if system else []
     messages.append(Message("user", (*parts, Part("text", text=text))))
@@ -40,8 +49,9 @@ ROWS = {
     "audio": row(sound(1.3)),
     "image+audio": row(picture("red", (128, 64)), sound(0.37, 300)),
     "short audio": row(sound(0.21, 900)),
+    "video": row(clip()),
 }
-ANSWERS = [[11, 500, 7], [42], [300, 2, 2, 9, 77], [5, 6], [1000, 1, 15]]
+ANSWERS = [[11, 500, 7], [42], [300, 2, 2, 9, 77], [5, 6], [1000, 1, 15], [12, 13]]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,9 @@ from tests.unit.models.conftest import ANSWERS, disturb
 def plain_logits(model, prompt, response):
     """transformers alone: one sequence with an attention mask, positions of its own."""
     ids = torch.tensor([prompt.ids + response])
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **prompt.features).logits[0].float()
+    seconds = torch.tensor(prompt.options.get("second_per_grid_ts", []))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "video_second_per_grid": seconds}
+    return model(**given, **prompt.features).logits[0].float()
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_suggestions_know_abbreviations_other_tables_and_other_tools(complaint, 
         ("3e-6", '"3e-6"', "25:17 train.learning_rate must be a number, not a string"),
         ("3e-6", "nan", "25:17 train.learning_rate = nan must be a finite number"),
         ("3e-6", "2024-01-01", "25:17 train.learning_rate is a date"),
-        ('train = "data/train.parquet"', "train = 3", "10:9 data.train must be a path (a string), not an integer"),
+        ('train = "data/train.parquet"', "train = 3", "10:9 data.train must be a path (a string) or a list of paths, not an integer"),
         ("rank = 32", "rank = 0", "7:17 model.lora.rank = 0 must be at least 1"),
         ("alpha = 64", "alpha = 64, targets = [1]", "7:44 model.lora.targets[0] must be a string"),
         ("[train]", "[train]\nbetas = [0.9]", "23:1 train.betas = [0.9] must be [a number, a number]"),
@@ -100,7 +100,7 @@ def test_suggestions_know_abbreviations_other_tables_and_other_tools(complaint, 
 def test_a_wrong_type_or_value_is_shown_at_the_value(complaint, old, new, expected):
     text = complaint(old, new)
     if new == "[data.train]":  # the table swallowed the field
-        assert "data.train must be a path (a string), not a table" in text
+        assert "data.train must be a path (a string) or a list of paths, not a table" in text
     else:
         assert text.startswith(f"recipe.toml:{expected}"), text
 
@@ -158,9 +158,10 @@ def test_keeping_the_best_by_a_validation_metric_needs_validation_rows(recipe_fi
 
 def test_a_wrong_kind_lists_the_valid_ones(complaint):
     assert complaint('"gspo"', '"grpo"').startswith(
-        'recipe.toml:13:8 algorithm.kind = "grpo" is not valid; valid: "gspo", "sft"; did you mean "gspo"?'
+        'recipe.toml:13:8 algorithm.kind = "grpo" is not valid; valid: "gspo", "dapo", "dpo", "sft"; did you mean "gspo"?'
     )
-    assert 'valid: "choice", "math", "python"; did you mean "choice"?' in complaint('"choice"', '"choise"')
+    text = complaint('"choice"', '"choise"')
+    assert 'valid: "choice", "math", ' in text and 'did you mean "choice"?' in text
     assert complaint('family = "qwen3_omni"', 'family = "sd35"').startswith(
         'recipe.toml:5:10 model.family = "sd35" is not valid; valid: "qwen3_omni"'
     )
@@ -197,7 +198,7 @@ def test_an_option_of_another_family_is_refused(complaint):
 
 def test_missing_fields_and_tables_are_named(complaint):
     assert complaint('train = "data/train.parquet"', "").startswith(
-        "recipe.toml:9:2 missing field data.train (a path (a string)): Parquet file of training rows."
+        "recipe.toml:9:2 missing field data.train (a path (a string) or a list of paths): Parquet file of training rows, or a list"
     )
     text = complaint('[data]\ntrain = "data/train.parquet"\n', "")
     assert text == "recipe.toml: missing table [data]; it needs data.train"
@@ -330,3 +331,18 @@ def test_any_value_anywhere_is_taken_or_is_a_recipe_error_that_names_the_flag(re
         except RecipeError as error:
             # A valid value can be at odds with another field, and the message may then stand at that one.
             assert f"--set {flag}: " in str(error) or str(error).startswith("recipe.toml"), str(error)
+
+
+@pytest.mark.parametrize(
+    ("table", "message_"),
+    [
+        ("profile={steps=[0]}", "profile.steps = [0]: steps are counted from 1"),
+        ("profile={steps=[]}", "[profile] has no effect with profile.steps = []; name a step"),
+        ("profile={steps=[],memory=true,nvtx=true}", "profile.memory = true has no effect with profile.steps = []"),
+    ],
+)
+def test_a_profile_without_effect_is_refused(recipe_file, table, message_):
+    with pytest.raises(RecipeError) as caught:
+        load([recipe_file()], [table])
+    assert message_ in str(caught.value)
+    assert load([recipe_file()], ["profile={steps=[],nvtx=true}"]).recipe.profile.nvtx

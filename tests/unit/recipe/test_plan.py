@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from omnitrain.errors import DataError, ModelError, RecipeError
 from omnitrain.models.qwen3_omni.spec import PUBLISHED, sizes
 from omnitrain.recipe.loader import load
-from omnitrain.recipe.plan import COMFORTABLE, make_plan, total_steps
-from omnitrain.recipe.rows import count_rows
+from omnitrain.recipe.plan import COMFORTABLE, make_plan, on_common_machines, total_steps
+from omnitrain.recipe.rows import count_rows, modalities
+from omnitrain.recipe.shipped import all_shipped
 
 
 @pytest.fixture
@@ -256,3 +257,154 @@ def test_sequences_longer_than_the_models_positions_are_refused(recipe_file, tmp
     assert f"data.max_prompt_tokens {fields} is more than the model's 640 positions" in str(caught.value)
     fitting = load([recipe_file()], [f"model.path={tmp_path}", *sets, "data.max_prompt_tokens=590"]).recipe
     assert make_plan(fitting, 8).sizes.max_positions == 640
+
+
+def dpo(recipe_file, *sets):
+    return load([recipe_file()], ["algorithm.kind=dpo", *sets], ["algorithm", "rollout", "rewards"]).recipe
+
+
+def test_dynamic_sampling_draws_again_and_says_how_often_at_most(recipe_file):
+    def draws(*sets):
+        return make_plan(load([recipe_file()], ["algorithm.kind=dapo", *sets], ["algorithm"]).recipe, 4).batch.most_draws
+
+    assert (draws(), draws("algorithm.max_generation_batches=3"), draws("algorithm.dynamic_sampling=false")) == (10, 3, 1)
+    assert make_plan(load([recipe_file()]).recipe, 4).batch.most_draws == 1
+
+
+def test_dpo_counts_pairs_and_has_the_update_alone(recipe_file):
+    plan = make_plan(dpo(recipe_file), 4, 80.0)
+    assert (plan.batch.noun, plan.batch.group_size, plan.batch.engines) == ("pair", 1, 0)
+    assert [phase.name for phase in plan.phases] == ["train"]
+
+
+def test_a_pair_longer_than_a_micro_batch_is_noted_with_its_fields(recipe_file):
+    sets = ["data.max_response_tokens=1000", "train.max_tokens_per_device=6000"]
+    (note,) = [text for text in make_plan(dpo(recipe_file, *sets), 4).warnings if "max_tokens_per_device" in text]
+    assert note.startswith("2 x (data.max_prompt_tokens + data.max_response_tokens) = 6096 is more than")
+    sets[1] = "train.max_tokens_per_device=6096"
+    assert not [text for text in make_plan(dpo(recipe_file, *sets), 4).warnings if "max_tokens_per_device" in text]
+
+
+def test_rows_of_several_files_are_counted_together_or_not_at_all(recipe_file, tmp_path):
+    recipe = load([recipe_file()], ['data.train=["a.parquet","b.parquet"]']).recipe
+    pq.write_table(pa.table({"id": ["x"] * 1000}), tmp_path / "a.parquet")
+    plan = make_plan(recipe, 4)
+    assert plan.batch.rows is None
+    assert [text for text in plan.warnings if "does not exist" in text] == ["data.train does not exist here: b.parquet"]
+    pq.write_table(pa.table({"id": ["x"] * 280}), tmp_path / "b.parquet")
+    assert make_plan(recipe, 4).batch.rows == 1280
+
+
+def test_an_adapter_on_the_experts_counts_every_expert(planned):
+    found = sizes(PUBLISHED[0])
+    # gate_up 2048 -> 1536 and down 768 -> 2048, rank 32, of 128 experts in 48 layers
+    assert found.lora(32, ["gate_up_proj"]) == 48 * 128 * 32 * (2048 + 1536)
+    assert found.lora(32, ["down_proj"]) == 48 * 128 * 32 * (768 + 2048)
+    attention, experts = planned(), planned('model.lora.targets="attention+experts"')
+    more = found.lora(32, ["gate_up_proj", "down_proj"])
+    gained = dict(experts.phases[-1].parts)["gradients"] - dict(attention.phases[-1].parts)["gradients"]
+    assert gained == pytest.approx(more * 4 / 4 / 2**30)
+    assert experts.disk_gib > attention.disk_gib + 10
+    assert dict(experts.phases[0].parts)["one gathered layer"] > dict(attention.phases[0].parts)["one gathered layer"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "part"),
+    [
+        (["train.ema.decay=0.9"], "moving average"),
+        (["model.adapter=runs/dpo"], "starting adapter (reference)"),
+    ],
+)
+def test_a_second_copy_of_what_is_trained_is_counted_in_memory_and_on_disk(planned, sets, part):
+    base, plan = planned(), planned(*sets)
+    extra = sizes(PUBLISHED[0]).lora(32, ["q_proj", "k_proj", "v_proj", "o_proj"]) * 4 / 2**30
+    assert all(dict(phase.parts)[part] == pytest.approx(extra / 4) for phase in plan.phases)
+    assert part not in dict(base.phases[0].parts)
+    assert plan.disk_gib >= base.disk_gib + extra
+
+
+def test_media_bounds_become_tokens_of_a_prompt(recipe_file):
+    recipe = load([recipe_file()]).recipe
+    from omnitrain.recipe.plan import media_tokens
+
+    # 602112 pixels are 588 tokens of 32 x 32; two frames share theirs.
+    assert media_tokens(recipe, sizes(PUBLISHED[0])) == {"picture": 588, "video": 4 * 588}
+
+
+def test_media_that_fill_a_prompt_are_noted_where_the_rows_hold_them(recipe_file, tmp_path):
+    recipe = load([recipe_file()], ["data.train=rows.parquet", "data.video.max_frames=10"]).recipe
+    by_default = load([recipe_file()], ["data.train=rows.parquet"]).recipe
+    pq.write_table(pa.table({"id": ["x"]}), tmp_path / "rows.parquet")
+    noted = lambda: [text for text in make_plan(recipe, 4).warnings if "a video may take 2940 tokens" in text]  # noqa: E731
+    assert not noted()
+    (tmp_path / "rows.summary.json").write_text(json.dumps({"modalities": {"video": 3, "image+audio": 2, "text": 1}}))
+    assert modalities([tmp_path / "rows.parquet"]) == {"video", "image", "audio"}
+    (note,) = noted()
+    assert not [text for text in make_plan(by_default, 4).warnings if "may take" in text]
+    assert "data.max_prompt_tokens = 2048: lower data.video.max_pixels or max_frames" in note
+    (tmp_path / "rows.summary.json").write_text("[")
+    assert modalities([tmp_path / "rows.parquet"]) == set()
+
+
+def test_a_response_that_the_model_has_no_positions_for_is_refused_offline_too(recipe_file, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    with pytest.raises(RecipeError, match=r"data.max_prompt_tokens \+ data.max_response_tokens = 600 \+ 41 = 641"):
+        make_plan(
+            dpo(
+                recipe_file,
+                f"model.path={tmp_path}",
+                "data.max_prompt_tokens=600",
+                "data.max_response_tokens=41",
+            ),
+            1,
+        )
+
+
+SHIPPED = [item for item in all_shipped() if item.name.startswith("qwen3_omni/")]
+
+
+@pytest.mark.parametrize("item", SHIPPED, ids=lambda item: item.path.stem)
+def test_every_shipped_recipe_is_planned_on_common_machines_and_fits_the_one_it_names(item):
+    recipe = load([item.path]).recipe
+    plans = {(plan.devices, plan.memory_gib): (plan, lowered) for plan, lowered in on_common_machines(recipe)}
+    assert set(plans) == {(devices, memory) for devices in (1, 4, 8) for memory in (80.0, 141.0)}
+    for (devices, memory), (plan, lowered) in plans.items():
+        assert plan.verdict in ("fits", "tight", "does not fit") and plan.phases and plan.disk_gib > 0
+        parallel = getattr(recipe.rollout, "tensor_parallel", 1)
+        assert lowered == (1 if devices % parallel else None)
+        smaller = plans[devices, 80.0][0]
+        assert not (smaller.verdict == "fits" and plan.verdict == "does not fit" and memory > 80)
+    devices, memory = item.notes["accelerators"].removesuffix(" GB").split(" x ")
+    named = make_plan(recipe, int(devices), float(memory))
+    assert named.verdict == "fits", named.knob
+
+
+def test_the_shipped_recipes_have_the_published_values():
+    recipes = {item.path.stem: load([item.path]).recipe for item in SHIPPED}
+    assert set(recipes) == {
+        *("gspo_gsm8k", "gspo_mmk12", "gspo_avqa", "gspo_nextqa", "gspo_nextqa_full"),
+        *("dapo_avqa", "dapo_avqa_full_method", "dpo_omni_preference"),
+    }
+    for name, recipe in recipes.items():
+        train = recipe.train
+        if recipe.algorithm.online:
+            assert (train.prompts_per_step, train.prompts_per_update, recipe.rollout.group_size) == (128, 16, 16), name
+            assert train.learning_rate == (1e-6 if name == "gspo_nextqa_full" else 3e-6)
+            assert (recipe.validate_.every, recipe.checkpoint.every, train.epochs) == (10, 50, 10)
+            assert recipe.algorithm.kl == 0
+        if recipe.model.lora is not None:
+            assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (32, 64)
+    gspo, phase_1, whole = recipes["gspo_avqa"], recipes["dapo_avqa"], recipes["dapo_avqa_full_method"]
+    assert (gspo.algorithm.clip_low, gspo.algorithm.clip_high) == (3e-4, 4e-4)
+    assert (phase_1.algorithm.clip_low, phase_1.algorithm.clip_high, phase_1.algorithm.aggregation) == (0.2, 0.28, "token_mean")
+    assert not phase_1.algorithm.dynamic_sampling and not phase_1.algorithm.overlong_buffer
+    assert whole.algorithm.dynamic_sampling and whole.algorithm.overlong_buffer
+    # They compare: nothing but the algorithm differs.
+    for other in (phase_1, whole):
+        ours, theirs = gspo.plain(), other.plain()
+        assert {key for key in ours if ours[key] != theirs[key]} == {"name", "algorithm"}
+    pairs = recipes["dpo_omni_preference"]
+    assert (pairs.algorithm.beta, pairs.algorithm.label_smoothing, pairs.algorithm.loss) == (0.1, 0.1, "sigmoid")
+    assert pairs.model.lora.targets == "attention+experts" and pairs.data.batches == "modality"
+    assert (pairs.validate_.balance, pairs.validate_.max_rows, pairs.train.max_steps) == ("modality", 96, 200)
+    assert pairs.train.warmup_updates == 0.03 * 200 * 4

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from omnitrain.errors import RewardError, RewardTimeout, RunError, UsageError
-from omnitrain.recipe.schema import ChoiceReward, MathReward, PythonReward
+from omnitrain.recipe.rewards import ChoiceReward, MathReward, PythonReward
 from omnitrain.rewards.scorer import Scorer
 
 FUNCTIONS = Path(__file__).parent / "functions"
@@ -348,3 +348,9 @@ def test_l6_a_failure_can_be_heard_before_the_rollout_is_over():
 def test_a_missing_function_is_refused_in_one_line():
     with pytest.raises(UsageError, match="has no 'nope'$"), Scorer([python("nope")], workers=1):
         pass
+
+
+def test_r6_a_reward_that_is_a_network_keeps_no_gradients():
+    with Scorer([PythonReward(kind="python", function="torch_rewards:gradients")], 1) as scorer:
+        scorer.submit(0, "", row(0))
+        assert scorer.collect()[0].reward == 0.0

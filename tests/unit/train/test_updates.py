@@ -57,7 +57,7 @@ def test_l4_ranks_make_equally_many_passes_and_one_without_samples_fills_in_at_n
 
 
 def test_a_sequence_longer_than_a_micro_batch_names_its_row():
-    with pytest.raises(RunError, match="a response to row 101 of the data file has 7 tokens"):
+    with pytest.raises(RunError, match="a response to row 101 of the data has 7 tokens"):
         plan(samples(2)[3:], max_tokens=6)
 
 

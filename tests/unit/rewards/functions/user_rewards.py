@@ -88,3 +88,19 @@ def write(response, row):
 
 
 not_callable = 3
+
+
+def _meet(folder, mine, others):
+    open(os.path.join(folder, mine), "w").close()
+    while not all(os.path.exists(os.path.join(folder, other)) for other in others):
+        time.sleep(0.02)
+    return 1.0
+
+
+def meet(response, row):
+    """Ends when `meet_second` and the scorer behind HTTP have begun, too."""
+    return _meet(response, "python", ["second", "http"])
+
+
+def meet_second(response, row):
+    return _meet(response, "second", ["python", "http"])
