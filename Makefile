@@ -1,6 +1,6 @@
 # make install | quickstart | test | test-all | lint. Each installs first, and skips what is already there.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart controls test test-all lint clean
+.PHONY: help install quickstart controls demo-omni test test-all lint clean
 
 PYTHON ?= python3
 # EXTRA=cpu or EXTRA=cuda chooses the vLLM wheel; by default by whether this machine has an NVIDIA driver.
@@ -37,12 +37,33 @@ quickstart: install ## Train a tiny Qwen3-Omni Thinker: SFT warm-up, then GSPO (
 	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml
 	@echo "metrics, samples, checkpoints and plots are in runs/tiny-gspo-quickstart"
 
+# A recipe, then the same that cannot learn: zero learning rate, and shuffled rewards (or pairs), as --set $(3).
+TRAIN := $(BIN)/omnitrain train recipes/tiny
+SHUFFLED := rewards=[{kind="choice",weight=0.0},{kind="python",function="omnitrain.rewards.controls:shuffled_choice"}]
+SHUFFLED_PAIRS := data.train="$(QUICK)/shuffled/train.parquet"
+define beside_controls
+$(TRAIN)/$(1).toml
+$(TRAIN)/$(1).toml --set name=tiny-$(2)-zero-lr --set train.learning_rate=0.0
+$(TRAIN)/$(1).toml --set name=tiny-$(2)-shuffled --set '$(3)'
+$(BIN)/python -m omnitrain.report.curves $(4) runs/tiny-$(2) runs/tiny-$(2)-zero-lr runs/tiny-$(2)-shuffled
+endef
+
 controls: quickstart ## The quickstart beside two runs that must stay flat: zero learning rate, shuffled rewards
-	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml --set name=tiny-gspo-zero-lr --set train.learning_rate=0.0
-	$(BIN)/omnitrain train recipes/tiny/gspo_quickstart.toml --set name=tiny-gspo-shuffled --set \
-	  'rewards=[{kind="choice",weight=0.0},{kind="python",function="omnitrain.rewards.controls:shuffled_choice"}]'
-	$(BIN)/python -m omnitrain.report.curves val/avqa/reward runs/tiny-gspo-quickstart runs/tiny-gspo-zero-lr
-	$(BIN)/python -m omnitrain.report.curves val/avqa/accuracy runs/tiny-gspo-quickstart runs/tiny-gspo-zero-lr runs/tiny-gspo-shuffled
+	$(call beside_controls,gspo_quickstart,gspo-quickstart,$(SHUFFLED),val/avqa/accuracy)
+
+demo-omni: controls ## Then DAPO, GSPO with LoRA, GSPO on video, and DPO, each beside its two controls
+	$(call beside_controls,dapo,dapo,$(SHUFFLED),val/avqa/accuracy)
+	[ -e $(QUICK)/warm ] || $(BIN)/omnitrain export runs/tiny-sft-warmup --merged --out $(QUICK)/warm
+	$(call beside_controls,gspo_lora,gspo-lora,$(SHUFFLED),val/avqa/accuracy)
+	$(BIN)/omnitrain prepare demo $(QUICK)/demo --only nextqa --warmup-noise 0.7
+	$(BIN)/omnitrain prepare nextqa $(QUICK)/demo/NExT-QA $(QUICK)/nextqa
+	$(TRAIN)/sft_video_warmup.toml
+	$(call beside_controls,gspo_video,gspo-video,$(SHUFFLED),val/nextqa/accuracy)
+	$(BIN)/omnitrain prepare demo $(QUICK)/demo --only preference
+	$(BIN)/omnitrain prepare omni-preference $(QUICK)/demo $(QUICK)/preference
+	$(BIN)/omnitrain prepare demo $(QUICK)/demo/shuffled --only preference --shuffled
+	$(BIN)/omnitrain prepare omni-preference $(QUICK)/demo/shuffled $(QUICK)/shuffled
+	$(call beside_controls,dpo,dpo,$(SHUFFLED_PAIRS),val/all/accuracy)
 
 test: install ## The fast tests (within 20 minutes)
 	$(BIN)/python -m pytest $(PYTEST) -m 'not slow and not gpu' tests

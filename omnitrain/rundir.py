@@ -73,6 +73,10 @@ class RunDir:
 
         return load([self.recipe_file]).recipe
 
+    def resumes(self) -> bool:
+        """Whether a launch goes on from a checkpoint here: then nothing that the run once started from is needed."""
+        return latest_checkpoint(self.checkpoints)[0] is not None
+
     # ---- the lock
 
     def lock(self, token: str | None = None) -> bool:
@@ -214,7 +218,7 @@ class RunDir:
         return f"the earlier run was moved to {aside}"
 
     def _accept_change(self, recipe, text: str, allow_change: bool) -> list[str]:
-        from omnitrain.recipe.runtime import diff
+        from omnitrain.recipe.runtime import DRAWS, diff
 
         try:
             before = self.recipe()
@@ -224,9 +228,14 @@ class RunDir:
                 "use --fresh to start again (the old run is moved aside, not deleted)"
             ) from error
         changes = diff(before, recipe)
+        if (fixed := [change.path for change in changes if change.path in DRAWS]) and self.resumes():
+            raise UsageError(
+                f"{self.path}: {', '.join(fixed)} cannot change in a run that has begun, as its rows would repeat or be "
+                "skipped; undo that, start again by --fresh, or choose another --run-dir"
+            )
         refused = [change for change in changes if change.kind == "mathematics"]
         if refused and not allow_change and self._has_progress():
-            lines = [f"  {change.path}: {change.old!r} -> {change.new!r}" for change in refused]
+            lines = [f"  {change.path}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused]
             raise UsageError(
                 f"{self.path} holds a run of another recipe:\n" + "\n".join(lines) + "\n"
                 "go on with the new values by --allow-change, start again by --fresh (the old run is moved aside), "
@@ -240,12 +249,19 @@ class RunDir:
         self.logs.mkdir(exist_ok=True)
         shutil.copyfile(self.recipe_file, kept)
         write_atomic(self.recipe_file, text)
-        return [f"changed: {change.path} = {change.new!r} (was {change.old!r})" for change in changes]
+        return [f"changed: {change.path} = {_shown(change.new)} (was {_shown(change.old)})" for change in changes]
 
     def _has_progress(self) -> bool:
         """Whether there is anything of the old recipe to protect: a run that failed before its first step has nothing."""
         has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         return has_metrics or latest_checkpoint(self.checkpoints)[0] is not None
+
+
+def _shown(value: Any) -> str:
+    """A value of a recipe for a message: a path as its text, also in a list."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(str(value) if isinstance(value, Path) else value)
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:

@@ -49,15 +49,25 @@ def explain(
 
 
 def _gate(name: str) -> str:
-    from omnitrain.recipe.gates import GATES
+    from omnitrain.recipe.gates import GATES, OFFLINE
     from omnitrain.recipe.schema import GATES as IN_RECIPE
+    from omnitrain.recipe.schema import OFFLINE_GATES
 
-    gate = GATES[name]
-    causes = "\n".join(f"  - {cause}" for cause in gate.causes)
+    gate, offline = GATES[name], OFFLINE.get(name)
     if name not in IN_RECIPE:
         return f"gate {name}: {gate.title}\nnot in this version: no recipe has what it compares yet\n{gate.compares}"
-    skip = f'\nto skip it: [gates] skip = ["{name}"]'
-    return f"gate {name}: {gate.title}\n{gate.compares}\nlikely causes:\n{causes}\nfix: {gate.fix}{skip}"
+    kinds = " and ".join(kind for kind, names in OFFLINE_GATES.items() if name in names)
+    texts = [f"gate {name}: {_words(gate)}"]
+    if offline == gate:
+        texts[0] += f"\nalso with {kinds}"
+    elif offline:
+        texts.append(f"with {kinds}: {_words(offline)}")
+    return "\n\n".join(texts) + f'\n\nto skip it: [gates] skip = ["{name}"]'
+
+
+def _words(gate) -> str:
+    causes = "\n".join(f"  - {cause}" for cause in gate.causes)
+    return f"{gate.title}\n{gate.compares}\nlikely causes:\n{causes}\nfix: {gate.fix}"
 
 
 def _gates() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -95,14 +96,18 @@ def demo(
     warmup_noise: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the warmup records whose answer is a random letter.")
     ] = 0.8,
+    shuffled: Annotated[bool, typer.Option("--shuffled", help="With --only preference: random verdicts, a control.")] = False,
 ) -> None:
     """A small set in a published layout: AVQA_R1 (colour and pitch), NExT-QA (colour and motion) or Omni-Preference."""
     from omnitrain.data.demo import write_demo
     from omnitrain.data.demo_nextqa import write_nextqa
     from omnitrain.data.demo_preference import write_preference
 
+    if shuffled and only is not DemoSet.preference:
+        raise UsageError("--shuffled has an effect with --only preference alone; remove it")
     if only is DemoSet.preference:
-        target, counts = write_preference(folder, rows=rows, seed=seed), f"{rows} preference pairs"
+        target = write_preference(folder, rows=rows, seed=seed, shuffled=shuffled)
+        counts = f"{rows} preference pairs"
     else:
         write = write_demo if only is DemoSet.avqa else write_nextqa
         target = write(folder, rows=rows, seed=seed, warmup_noise=warmup_noise)
@@ -150,6 +155,8 @@ def _convert(
 ) -> None:
     from omnitrain.data.converters import convert
 
+    # Asked to end, it ends as with Ctrl-C: its processes and its hidden folder of pictures go with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = convert(name, inputs, out, skip_bad=skip_bad, workers=workers, **held_out)
     console = _console()
     _print_report(console, name, report)

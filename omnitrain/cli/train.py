@@ -68,6 +68,8 @@ def train(
     _check_model(loaded)
     final = resolved(loaded.recipe)
     run = RunDir(run_dir or Path("runs") / final.name)
+    if fresh or not run.resumes():
+        _check_start(loaded)
     options = {"fresh": fresh, "allow_change": allow_change}
     if outer_torchrun():
         if devices or context.obj:
@@ -178,6 +180,14 @@ def _check_model(loaded: Loaded) -> None:
             f"download it (`hf download {name}`), or name its directory"
         )
     )
+
+
+def _check_start(loaded: Loaded) -> None:
+    """RecipeError, with its position, for a model.init_from or model.adapter that no rank could start from."""
+    from omnitrain.starts import problem
+
+    if found := problem(loaded.recipe):
+        raise RecipeError(loaded.locate(found))
 
 
 def _cached(name: str) -> bool:

@@ -33,26 +33,30 @@ def describe(choice: str) -> str:
     return f"It is {choice}."
 
 
-def write_preference(folder: Path, *, rows: int = 768, seed: int = 0) -> Path:
+def write_preference(folder: Path, *, rows: int = 768, seed: int = 0, shuffled: bool = False) -> Path:
     """Write folder/Omni-Preference with `rows` pairs, images, sounds and videos in turn; returns it.
+
+    shuffled: draw every pair's verdict at random: a control that nothing can be learned from.
 
     The same arguments give the same files, and find them when they are already there. DataError when
     an Omni-Preference that is not a demo set is in the way.
     """
-    with demo_folder(folder / "Omni-Preference", rows=rows, seed=seed) as target:
+    with demo_folder(folder / "Omni-Preference", rows=rows, seed=seed, shuffled=shuffled) as target:
         if target is not None:
             for number, kind in enumerate(QUESTIONS):
-                _write_kind(target, kind, range(number, rows, len(QUESTIONS)), seed)
+                _write_kind(target, kind, range(number, rows, len(QUESTIONS)), seed, shuffled)
     return folder / "Omni-Preference"
 
 
-def _write_kind(folder: Path, kind: str, indices: range, seed: int) -> None:
+def _write_kind(folder: Path, kind: str, indices: range, seed: int, shuffled: bool) -> None:
     records = []
     for index in indices:
         rng = random.Random(f"demo/preference/{seed}/{index}")
         right, wrong = rng.sample(CHOICES[kind], 2)
         path = _FILES[kind].format(index)
         _write_media(folder / ("video-dataset" if kind == "video" else "") / path, kind, right, rng)
+        if shuffled:
+            right, wrong = rng.sample((right, wrong), 2)
         better = rng.choice("AB")
         texts = (right, wrong) if better == "A" else (wrong, right)
         scores = (_WINS, _LOSES) if better == "A" else (_LOSES, _WINS)

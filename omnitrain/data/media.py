@@ -90,7 +90,10 @@ def inspect(path: Path, kind: str) -> Inspected:
 def media_path(part: Part, root: Path) -> Path:
     """The file of a part that names one. DataError if it is missing or outside the data directory."""
     root = root.resolve()
-    path = (root / (part.path or "")).resolve()
+    try:
+        path = (root / (part.path or "")).resolve()
+    except RuntimeError as error:
+        raise DataError(f"{root / (part.path or '')}: a link that leads to itself; prepare the data again") from error
     if not path.is_relative_to(root):
         raise DataError(f"{part.path}: this {part.type} path leaves the data directory {root}; prepare the data again")
     if not path.is_file():

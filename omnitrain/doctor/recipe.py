@@ -20,8 +20,9 @@ def checks(loaded: Loaded, devices: int | None = None, memory_gib: float | None 
     recipe, files = loaded.recipe, [document.name for document in loaded.documents]
     listed = [Check("recipe data", lambda: data_files(recipe)), Check("recipe model", lambda: model(recipe))]
     listed += [Check(f"recipe rewards[{i}]", lambda i=i: reward(recipe, i, files)) for i in range(len(recipe.rewards))]
-    if recipe.model.init_from is not None:
-        listed.append(Check("recipe init_from", lambda: starting_weights(recipe, files)))
+    for field in ("init_from", "adapter"):
+        if getattr(recipe.model, field) is not None:
+            listed.append(Check(f"recipe {field}", lambda field=field: starting_weights(recipe, files, field)))
     return [*listed, Check("recipe memory", lambda: memory(recipe, devices, memory_gib, files))]
 
 
@@ -135,18 +136,20 @@ def _module_fix(function: str, files: list[str]) -> str:
     return f"python -c 'import {function.partition(':')[0]}'  # in {quote(str(Path.cwd()))}, where the module is looked for"
 
 
-def starting_weights(recipe: Recipe, files: list[str] = ["recipe.toml"]) -> Finding:
-    """The run whose weights this one starts from has a whole checkpoint."""
-    from omnitrain.rundir import RunDir, latest_checkpoint
+def starting_weights(recipe: Recipe, files: list[str] = ["recipe.toml"], field: str = "init_from") -> Finding:
+    """The run, or the adapter, that this one starts from is there and of the same parameters."""
+    from omnitrain.rundir import RunDir
+    from omnitrain.starts import problem
 
-    run = RunDir(Path(recipe.model.init_from))
-    newest, _ = latest_checkpoint(run.checkpoints) if run.checkpoints.is_dir() else (None, [])
-    if newest is None:
-        fix = f"omnitrain train {' '.join(map(quote, files))} --unset model.init_from"
-        if run.recipe_file.exists():
-            fix = f"omnitrain train {quote(str(run.recipe_file))} --run-dir {quote(str(run.path))}"
-        return Finding("recipe init_from", PROBLEM, f"{run.path} holds no whole checkpoint", fix)
-    return Finding("recipe init_from", OK, str(newest))
+    name, given = f"recipe {field}", getattr(recipe.model, field)
+    found = problem(recipe)
+    if found is None:
+        return Finding(name, OK, given)
+    run = RunDir(Path(given))
+    fix = f"omnitrain train {' '.join(map(quote, files))} --unset model.{field}"
+    if run.recipe_file.exists() and not run.resumes():
+        fix = f"omnitrain train {quote(str(run.recipe_file))} --run-dir {quote(str(run.path))}"
+    return Finding(name, PROBLEM, first_line(found, 320), fix)
 
 
 def memory(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from omnitrain.recipe.schema import GATES, Recipe
+from omnitrain.recipe.schema import Recipe
 
 MODULE = "omnitrain.train.repeat"
 """What each rank runs."""
@@ -40,13 +40,13 @@ def repeated_recipe(recipe: Recipe, deterministic: bool, steps: int) -> Recipe:
     data = resolved(recipe).plain()
     data["deterministic"] = deterministic
     data["data"].pop("validation", None)
+    data["validate"] = {}
     data["train"] |= {"max_steps": steps}
     data["train"].pop("epochs", None)
     data["checkpoint"] = {}
     data["trackers"] = {}
     data.pop("profile", None)
-    if recipe.algorithm.online:
-        data["gates"] = {"skip": list(GATES)}
+    data["gates"] = {"skip": list(recipe.gate_names)}
     return validated(data)
 
 

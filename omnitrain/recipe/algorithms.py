@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from omnitrain.recipe.base import Section
 
@@ -59,6 +59,15 @@ class Correction(Section):
         if self.reject != "none" and low is None and high is None:
             raise ValueError(
                 f'algorithm.correction.reject = "{self.reject}" needs algorithm.correction.reject_low or reject_high'
+            )
+        if self.reject != "none" and self.reject_kl != "k1" and (high is not None and high < 0):
+            raise ValueError(
+                f"algorithm.correction.reject_high = {high} rejects everything: {self.reject_kl} is never below 0; "
+                "raise it"
+            )
+        if self.reject != "none" and self.reject_kl != "k1" and (low is not None and low <= 0):
+            raise ValueError(
+                f"algorithm.correction.reject_low = {low} has no effect: {self.reject_kl} is never below 0; remove it"
             )
         if low is not None and high is not None and low >= high:
             raise ValueError(
@@ -196,6 +205,13 @@ class Sft(Section):
 
     template: str = "{answer}"
     """How the target response is written; `{answer}` is replaced."""
+
+    @field_validator("template")
+    @classmethod
+    def _holds_the_answer(cls, value: str) -> str:
+        if "{answer}" not in value:
+            raise ValueError(f'algorithm.template = "{value}" holds no {{answer}}: all rows would have one target')
+        return value
 
     @property
     def online(self) -> bool:

@@ -16,6 +16,7 @@ class Gate:
     """Whether it runs for text rollouts."""
 
 
+# What runs with online algorithms.
 GATES: dict[str, Gate] = {
     "g1": Gate(
         "a weight sync reaches the engine",
@@ -71,7 +72,8 @@ GATES: dict[str, Gate] = {
     ),
     "g6": Gate(
         "engine and trainer agree on log-probs",
-        "Pearson of token probabilities and mean |difference of log-probs|, for each modality in the data. In bfloat16 it "
+        "Pearson of token probabilities and mean |difference of log-probs|, for each modality in the data, "
+        "and for videos with and without a sound track where data.use_audio_in_video asks for it. In bfloat16 it "
         "stops below 0.99 or above 0.1 and warns below 0.995; in float32 it stops below 0.9999 or above 1e-3.",
         (
             "positions of media tokens differ between the engine and the trainer",
@@ -85,7 +87,7 @@ GATES: dict[str, Gate] = {
     ),
     "g7": Gate(
         "the engine's prompt ids equal the processor's",
-        "The prompt ids that the engine expanded and those the processor wrote, one prompt of each modality.",
+        "The prompt ids that the engine expanded and those the processor wrote, for prompts of each kind (see g6).",
         (
             "already expanded placeholders were expanded again",
             "the engine resizes or resamples media by other limits (data.image, data.video), or takes other frames",
@@ -102,7 +104,7 @@ GATES: dict[str, Gate] = {
     ),
     "g9": Gate(
         "each reward returns finite values",
-        "Every reward on one answer to a few rows of each modality: one finite number each, within rewards[].timeout. A "
+        "Every reward on one answer to a few rows of each kind and of each source: one finite number each, within rewards[].timeout. A "
         "reward whose on_failure tolerates failures must work for one of them.",
         (
             "the reward raises, or returns None or NaN, on the data's own format",
@@ -129,4 +131,33 @@ GATES: dict[str, Gate] = {
         "The message names the op; its plain-torch replacement must be installed for both roles.",
         online_text=False,
     ),
+}
+
+# What runs with offline algorithms, under the same names where the same thing is asked of another pair of numbers.
+OFFLINE: dict[str, Gate] = {
+    "g3": Gate(
+        "every adapter is trained",
+        "The adapters' targets against what is trained, and the gradients of a few rows of each kind: each adapter (without "
+        "LoRA, each trained tensor) has one that is finite and above 0.",
+        (
+            "model.lora.targets match no module",
+            "a fused kernel computes the module without its adapter (the experts of a mixture, for instance)",
+            "a version of peft that binds or names adapters differently",
+        ),
+        'Use model.lora.targets = "attention", or correct the names listed in the message.',
+    ),
+    "g5": Gate(
+        "the reference is the policy that training starts from",
+        "Policy against reference before step 1, on the pairs of a few rows of each kind (dpo): max |log ratio| of a token, and "
+        "each pair's D, within rounding (1e-6 in float32, 1e-5 against precomputed log-probs, a multiple of the "
+        "same-weights noise in bfloat16). Skipped where model.init_from moves the adapter, and on resume.",
+        (
+            "dropout is active",
+            "switching the adapter off leaves a part of it on",
+            "model.adapter was loaded into the policy or the reference only",
+            "reference.json holds the log-probs of other weights or other rows",
+        ),
+        "A new run (--fresh) computes reference.json again; check anything of your own that touches the forward.",
+    ),
+    "g10": GATES["g10"],
 }

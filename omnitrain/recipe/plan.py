@@ -9,6 +9,7 @@ from typing import Any
 from omnitrain.errors import RecipeError
 from omnitrain.models.qwen3_omni import spec as qwen3_omni
 from omnitrain.recipe import memory
+from omnitrain.recipe.checks import check_profile, check_rows
 from omnitrain.recipe.loader import validated
 from omnitrain.recipe.memory import Phase
 from omnitrain.recipe.rows import count_rows, modalities
@@ -124,7 +125,9 @@ def make_plan(recipe: Recipe, devices: int, memory_gib: float | None = None) -> 
     _check_targets(recipe, sizes)
     _check_length(recipe, sizes)
     check_micro_batch(recipe)
+    check_rows(recipe)
     batch = _batch(recipe, devices, training_rows(recipe))
+    check_profile(recipe, batch.steps)
     plan = Plan(devices, memory_gib, batch, sizes, (), None, None, None, None, None, None, ())
     if sizes is not None:
         plan = _with_memory(recipe, plan)

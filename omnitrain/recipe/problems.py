@@ -75,7 +75,16 @@ class _Walk:
                 self.annotation = infos[0].annotation if infos else None
                 models = tables(self.annotation) if infos else ()
                 choosing = len(models) > 1
+            elif (values := _values_of(self.annotation)) is not None:  # a key of a plain table
+                path.append(part)
+                self.annotation = values
         self.path: Key = tuple(path)
+
+
+def _values_of(annotation: Any) -> Any:
+    """The type of the values of a field that is a table of any keys (or nothing); None for another field."""
+    found = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is dict]
+    return get_args(found[0])[1] if found else None
 
 
 def _hidden(path: Key, by_path: dict[Key, list[dict]], tree: Tree) -> bool:
@@ -108,6 +117,8 @@ def _describe(path: Key, items: list[dict], tree: Tree) -> tuple[str, str | None
         return f"{name} = {literal(value)} is not {_form(path)}", None
     if kind == "finite_number":
         return f"{name} = {literal(value)} must be a finite number", None
+    if kind in ("too_short", "string_too_short") and not value:
+        return f"{name} is empty; give it something, or remove it", None
     if kind in ("too_long", "too_short"):
         return f"{name} = {literal(value)} must be {type_text(walk.annotation)}", None
     if kind.endswith(("_type", "_parsing", "_from_float", "_attributes_type")):

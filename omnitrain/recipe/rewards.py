@@ -161,7 +161,7 @@ class HttpReward(_Endpoint):
 
 
 class _Judge(_Endpoint):
-    model: str
+    model: str = Field(min_length=1)
     """Name that the endpoint serves the model by."""
 
     attempts: int = Field(3, ge=1)

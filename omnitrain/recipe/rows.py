@@ -47,6 +47,21 @@ def modalities(paths: list[Path]) -> set[str]:
     return found - {"text"}
 
 
+def summary_counts(paths: list[Path], key: str) -> dict[str, int] | None:
+    """Rows by "sources" or "modalities" over these files; None where a file has no summary, or one of other rows."""
+    found: dict[str, int] = {}
+    for path in paths:
+        try:
+            summary = json.loads(path.with_suffix(".summary.json").read_text())
+            if summary["rows"] != count_rows(path):
+                return None
+            for name, count in summary[key].items():
+                found[name] = found.get(name, 0) + count
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
+            return None
+    return found
+
+
 class _Compact:
     """As much of Thrift's compact protocol as it takes to find one field."""
 

@@ -31,6 +31,8 @@ RUNTIME = (
     "train.max_tokens_per_device",
     "train.gradient_checkpointing",
 )
+# The place in the rows is kept as counts of the draws that these fix: none of them can change in a run that has drawn.
+DRAWS = ("seed", "data.train_weights", "data.shuffle", "data.batches", "data.modality_weights")
 _LIMITS = ("train.max_steps", "train.epochs")
 
 

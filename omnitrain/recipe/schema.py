@@ -1,7 +1,7 @@
 """The recipe: one pydantic model per TOML table. Imports no torch."""
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,10 +12,14 @@ from omnitrain.recipe.rewards import Reward, check_rewards
 from omnitrain.recipe.rollout import Rollout
 
 GATES = ("g1", "g2", "g3", "g5", "g6", "g7", "g9", "g10")
+OFFLINE_GATES = {"sft": ("g3", "g10"), "dpo": ("g3", "g5", "g10")}
 
-# Fields that only sampling or the gates read: an offline algorithm does neither.
+MODALITIES = ("text", "image", "audio", "video", "image+audio", "image+video", "audio+video", "image+audio+video")
+"""What rows are named by: their media, in this order."""
+
+# Fields that only sampling reads, which an offline algorithm does not.
 _DECODING = ("validate.temperature", "validate.top_p", "validate.top_k", "validate.max_new_tokens")
-ONLINE_ONLY = (*_DECODING, "samples.every", "samples.groups", "gates.skip")
+ONLINE_ONLY = (*_DECODING, "samples.every", "samples.groups")
 OFFLINE_ONLY = ("data.max_response_tokens", "data.batches", "data.modality_weights")
 
 # One line per family; with a second one this becomes Annotated[Union[...], Field(discriminator="family")].
@@ -38,10 +42,14 @@ class Pixels(Section):
     max_pixels: int = Field(602112, ge=1)
     """Most pixels of a picture."""
 
+    table: ClassVar[str] = "data.image"
+
     @model_validator(mode="after")
     def _order(self):
         if self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}")
+            raise ValueError(
+                f"{self.table}.min_pixels = {self.min_pixels} is more than {self.table}.max_pixels = {self.max_pixels}"
+            )
         return self
 
 
@@ -59,6 +67,8 @@ class Video(Pixels):
 
     min_pixels: int = Field(100352, ge=1)
     """Fewest pixels of a frame."""
+
+    table: ClassVar[str] = "data.video"
 
     @model_validator(mode="after")
     def _frames(self):
@@ -149,6 +159,10 @@ class Data(Section):
                 'data.modality_weights has no effect with data.batches = "mixed"; remove it, or set data.batches = '
                 '"modality"'
             )
+        if self.modality_weights == {}:
+            raise ValueError("data.modality_weights is empty; remove it, or name a modality")
+        if unknown := next((name for name in self.modality_weights or {} if name not in MODALITIES), None):
+            raise ValueError(f'data.modality_weights: "{unknown}" is no modality; valid: {", ".join(MODALITIES)}')
         return self
 
 
@@ -364,6 +378,8 @@ class Recipe(Section):
                 raise ValueError(f'{field} has no effect with algorithm.kind = "{self.algorithm.kind}"; remove it')
         if self.validate_.balance != "none" and self.validate_.max_rows is None:
             raise ValueError(f'validate.balance = "{self.validate_.balance}" needs validate.max_rows')
+        if self.validate_.balance != "none" and self.data.validation is None:
+            raise ValueError(f'validate.balance = "{self.validate_.balance}" needs data.validation')
         best = self.checkpoint.keep_best
         if best is not None and best.metric.startswith("val/") and self.data.validation is None:
             raise ValueError(f"checkpoint.keep_best.metric = {best.metric} needs data.validation")
@@ -402,6 +418,16 @@ class Recipe(Section):
                 'algorithm.reference = "adapter" without model.lora: there is no adapter to switch off; add model.lora '
                 'or set algorithm.reference = "precomputed"'
             )
+        if unknown := [gate for gate in self.gates.skip if gate not in self.gate_names]:
+            raise ValueError(
+                f'gates.skip: {", ".join(unknown)} has no effect with algorithm.kind = "{kind}", which has '
+                f"{', '.join(self.gate_names)}; remove it"
+            )
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """The gates that run with this algorithm."""
+        return GATES if self.algorithm.online else OFFLINE_GATES[self.algorithm.kind]
 
     def _without_effect(self) -> tuple[str, ...]:
         """Fields that this algorithm never reads."""

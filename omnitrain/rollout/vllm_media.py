@@ -1,17 +1,21 @@
 """Mends of vLLM-Omni's Qwen3-Omni for media, each with its symptom; tests/integration/test_modalities.py fails when one is gone.
 
-All are of vllm-omni 0.30 (what 0.26 has of the same names is mended alike, unseen on that pair). The replaced functions
-keep what they replace in `.upstream`.
+All symptoms are of both supported pairs, 0.26 and 0.30, but where one is named. The replaced functions keep what they
+replace in `.upstream`. A mend reads upstream's arguments by their names. Where a version has others, it is left out
+with a warning, and the gates G6 and G7 tell whether it is missed.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from typing import TYPE_CHECKING, Any, Callable
 
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
 _MODULE = "vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker"
 
 
@@ -31,22 +35,41 @@ def mend() -> None:
 
 
 def _replace(owner: type, name: str, mended: Callable) -> None:
-    upstream = getattr(owner, name, None)
-    if upstream is None or hasattr(upstream, "upstream"):
+    """Put `mended(upstream, self, ...)` in place of the method `name`.
+
+    Its further parameters are those of upstream's arguments that it reads. `upstream(**changed)` calls what was
+    replaced with the call's own arguments but for the changed ones.
+    """
+    original = getattr(owner, name, None)
+    if hasattr(original, "upstream"):
+        return
+    signature = inspect.signature(original) if original else inspect.Signature()
+    read = [*inspect.signature(mended).parameters][2:]
+    if missing := [name] if original is None else [one for one in read if one not in signature.parameters]:
+        place, lacking = f"{owner.__name__}.{name}", ", ".join(missing)
+        _log.warning("%s: this vllm-omni has no %s; the mend %s is left out", place, lacking, mended.__name__)
         return
 
-    @functools.wraps(upstream)
+    @functools.wraps(original)
     def method(self, *args, **kwargs):
-        return mended(functools.partial(upstream, self), self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
 
-    method.upstream = upstream
+        def upstream(**changed):
+            bound.arguments.update(changed)
+            return original(*bound.args, **bound.kwargs)
+
+        return mended(upstream, self, *(bound.arguments[one] for one in read))
+
+    method.upstream = original
     setattr(owner, name, method)
 
 
-def _per_video_seconds(upstream, processor, mm_items, hf_processor_mm_kwargs) -> Any:
+def _per_video_seconds(upstream, processor, hf_processor_mm_kwargs) -> Any:
     """Every video its own seconds per frame pair.
 
     Symptom: "Mixed sampled FPS": all videos of a prompt get the first one's seconds, and so wrong rotary positions.
+    0.30 returns the features, 0.26 (ids, features, whether the ids are expanded).
     """
     import torch
 
@@ -54,13 +77,14 @@ def _per_video_seconds(upstream, processor, mm_items, hf_processor_mm_kwargs) ->
     kwargs = {key: value for key, value in hf_processor_mm_kwargs.items() if key != "second_per_grid_ts"}
     if seconds and "videos_kwargs" in kwargs:  # any rate will do, and silences the warning
         kwargs["videos_kwargs"] = {"fps": 2.0} | kwargs["videos_kwargs"]
-    found = upstream(mm_items, kwargs)
-    if seconds and "second_per_grid_ts" in found:
-        found["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
+    found = upstream(hf_processor_mm_kwargs=kwargs)
+    features = found[1] if isinstance(found, tuple) else found
+    if seconds and "second_per_grid_ts" in features:
+        features["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
     return found
 
 
-def _sounds_one_by_one(upstream, info, **kwargs) -> Any:
+def _sounds_one_by_one(upstream, info) -> Any:
     """A processor that computes the spectrograms of a prompt clip by clip.
 
     Symptom: the last frame of a sound depends on whether a longer one is in the prompt (the transform mirrors the end of
@@ -69,7 +93,7 @@ def _sounds_one_by_one(upstream, info, **kwargs) -> Any:
     import torch
     from torch.nn.functional import pad
 
-    found = upstream(**kwargs)
+    found = upstream()
     extractor = found.feature_extractor
     if hasattr(extractor, "one_by_one"):
         return found
@@ -92,21 +116,22 @@ def _sounds_one_by_one(upstream, info, **kwargs) -> Any:
     return found
 
 
-def _kept_flags(upstream, processor, hf_inputs, hf_processor_mm_kwargs) -> Any:
+def _kept_flags(upstream, processor, hf_inputs) -> Any:
     """The flag of a video whose track is heard stays with it when its features are cached already.
 
-    Symptom: several videos in a prompt: "Position ids length mismatch with input ids length" for a group's second response.
+    Symptom: several videos in a prompt: "Position ids length mismatch with input ids length" for a group's second
+    response (0.30: only what a field keeps on the CPU is kept at all).
     """
     from vllm.multimodal.inputs import MultiModalFieldConfig
 
-    fields = dict(upstream(hf_inputs, hf_processor_mm_kwargs))
+    fields = dict(upstream())
     flags = hf_inputs.get("use_audio_in_video")
     if flags is not None and getattr(flags, "numel", lambda: 1)() > 1:
         fields["use_audio_in_video"] = MultiModalFieldConfig.batched("video", keep_on_cpu=True)
     return fields
 
 
-def _positions_in_order_of_ids(upstream, model, start_idx: int, data: dict[str, Any]) -> Any:
+def _positions_in_order_of_ids(upstream, model, start_idx, data) -> Any:
     """Positions of a video with its track, merged as the ids are: by times that are not rounded.
 
     Symptom: where a frame pair is not a whole number of positions after the last (frames at other rates than 1 or 2 a
@@ -126,9 +151,7 @@ def _positions_in_order_of_ids(upstream, model, start_idx: int, data: dict[str, 
     return both[:, order] + start_idx, videos + sounds
 
 
-def _pictures_beside_tracks(
-    upstream, model, input_ids, multimodal_embeddings=None, *, is_multimodal=None
-) -> "torch.Tensor":
+def _pictures_beside_tracks(upstream, model, input_ids, multimodal_embeddings, is_multimodal) -> "torch.Tensor":
     """Embeddings by kind, where a video is heard with its track.
 
     Symptom: a picture in the same batch, even of another request: "Attempted to assign 18 + 6 = 24 multimodal tokens to
@@ -139,12 +162,12 @@ def _pictures_beside_tracks(
     from vllm.multimodal.utils import get_mm_embedding_modalities
 
     if not multimodal_embeddings:
-        return upstream(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+        return upstream()
     media, config = is_multimodal.to(input_ids.device), model.config
     masks = {kind: media & (input_ids == getattr(config, f"{kind}_token_id")) for kind in ("image", "video", "audio")}
     counts = {kind: int(mask.sum()) for kind, mask in masks.items()}
     if not check_interleaved_audio_video(masks["video"], masks["audio"], counts["video"], counts["audio"]):
-        return upstream(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+        return upstream()
     embeds = model._embed_text_input_ids(input_ids, model.language_model.embed_input_ids, is_multimodal=is_multimodal)
     width, levels = embeds.shape[-1], model.deepstack_num_level
     deep = embeds.new_zeros(embeds.shape[0], levels * width)
@@ -177,7 +200,7 @@ def _short_clips_apart(upstream, model, audio_input) -> Any:
         groups.setdefault(min(length, chunk), []).append(index)
     features = audio_input["input_features"]
     if len(groups) == 1 or not isinstance(features, torch.Tensor) or features.ndim != 2:
-        return upstream(audio_input)
+        return upstream()
     clips = features.split(lengths, dim=1)
     found: list = [None] * len(lengths)
     for members in groups.values():
@@ -185,6 +208,6 @@ def _short_clips_apart(upstream, model, audio_input) -> Any:
             "input_features": torch.cat([clips[i] for i in members], dim=1),
             "audio_feature_lengths": audio_input["audio_feature_lengths"].flatten()[members],
         }
-        for index, clip in zip(members, upstream(share), strict=True):
+        for index, clip in zip(members, upstream(audio_input=share), strict=True):
             found[index] = clip
     return tuple(found)

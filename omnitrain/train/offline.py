@@ -37,11 +37,10 @@ class OfflineLoop(Loop):
 
     def __init__(self, context: Context, state: TrainState) -> None:
         self.objective = build_objective(context.recipe)
-        for rows in filter(None, (context.train_rows, context.validation_rows)):
-            self._check(rows)
         super().__init__(context, state)
 
-    def _check(self, rows: RowFiles) -> None:
+    @staticmethod
+    def check(rows: RowFiles) -> None:
         """Raises DataError for a row that has nothing to train on."""
         raise AssertionError("a subclass's")
 
@@ -140,7 +139,9 @@ class OfflineLoop(Loop):
 class SftLoop(OfflineLoop):
     """Supervised fine-tuning on the rows' own answers."""
 
-    def _check(self, rows: RowFiles) -> None:
+    @staticmethod
+    def check(rows: RowFiles) -> None:
+        """Raises DataError for a row without a response to imitate."""
         if (row := rows.first_without("chosen", "answer")) is not None:
             raise DataError(f"{row} has neither `chosen` nor `answer`; sft has nothing to imitate")
 

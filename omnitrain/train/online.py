@@ -144,6 +144,7 @@ class OnlineLoop(Loop):
         """All optimizer updates of the step; returns their metrics."""
         spec, algorithm = self.recipe.train, self.recipe.algorithm
         temperature = self.recipe.rollout.temperature
+        self._trained = {}  # a step without updates compares nothing, least of all with the step before
         updates = plan_updates(
             samples,
             updates=self.state.updates_per_step,

@@ -41,13 +41,17 @@ class PreferenceLoop(OfflineLoop):
         if self.recipe.algorithm.reference == "precomputed":
             self.reference = load_reference(self)
 
-    def _check(self, rows: RowFiles) -> None:
+    @staticmethod
+    def check(rows: RowFiles) -> None:
+        """Raises DataError for a row without one of the two responses, and for rows that are all ties."""
         for column in ("chosen", "rejected"):
             if (row := rows.first_without(column)) is not None:
                 raise DataError(
                     f"{row} has no `{column}` response; dpo needs rows with both: prepare preference data, or leave "
                     "such rows out"
                 )
+        if len(rows.ties()) == len(rows):
+            raise DataError(f"{rows.path}: chosen and rejected are the same text in every row; there is nothing to prefer")
 
     def responses(self, row: Row) -> list[str]:
         """The chosen response and the rejected one."""

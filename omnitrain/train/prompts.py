@@ -34,7 +34,7 @@ class PromptSource:
         self._ranks = ranks
         self._overlong = overlong
         self._misfit = misfit
-        self._limits = limits
+        self.limits = limits
         self._refused: set[int] = set()
 
     def encode(self, index: int) -> Prompt:
@@ -61,7 +61,7 @@ class PromptSource:
                 refused.append((index, why))
         refused = [pair for share in self._ranks.gather(refused) for pair in share]
         if refused and self._overlong == "error":
-            raise DataError(f"{refused[0][1]}; {len(refused)} such rows here; raise {self._limits} or drop them")
+            raise DataError(f"{refused[0][1]}; {len(refused)} such rows here; raise {self.limits} or drop them")
         self._refused.update(index for index, _ in refused)
         return [index for index in indices if index not in self._refused]
 
@@ -78,7 +78,7 @@ class PromptSource:
             asked = first_of_each(self.rows.modalities, limit)
         fitting = self.fitting(asked)
         if not fitting:
-            raise DataError(f"none of the {len(asked)} rows of {self.rows.path} fits into {self._limits}; raise it")
+            raise DataError(f"none of the {len(asked)} rows of {self.rows.path} fits into {self.limits}; raise it")
         return fitting
 
     def draw(self, sampler: Stream, count: int) -> tuple[list[int], int]:
@@ -97,7 +97,7 @@ class PromptSource:
             drawn += fitting
             if len(fitting) < len(asked) and all(row in self._refused for row in sampler.pool):
                 kind = f" {sampler.modality}" if hasattr(sampler, "modality") else ""
-                raise DataError(f"every{kind} row of {self.rows.path} is longer than {self._limits}")
+                raise DataError(f"every{kind} row of {self.rows.path} is longer than {self.limits}")
         return drawn, skipped
 
 

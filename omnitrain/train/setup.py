@@ -24,10 +24,11 @@ from omnitrain.train.checkpoint import Checkpointer, load_trainable
 from omnitrain.train.console import Console
 from omnitrain.train.context import Context
 from omnitrain.train.distributed import Ranks, init_ranks
-from omnitrain.train.gates import Gates
 from omnitrain.train.metrics import METRICS, MetricsFile, family
-from omnitrain.train.offline import SftLoop
+from omnitrain.train.offline import OfflineLoop, SftLoop
+from omnitrain.train.offline_gates import OfflineGates
 from omnitrain.train.online import OnlineLoop
+from omnitrain.train.online_gates import OnlineGates
 from omnitrain.train.preference import PreferenceLoop
 from omnitrain.train.rollouts import Rollouts
 from omnitrain.train.state import TrainState
@@ -71,6 +72,9 @@ class Run:
         validation_rows = RowFiles(recipe.data.validation_files) if recipe.data.validation_files else None
         count = "1 rank" if ranks.world == 1 else f"{ranks.world} ranks"
         console.say(f"{recipe.name}: {len(train_rows)} rows, {count} on {ranks.device.type}, {recipe.model.dtype}")
+        if not recipe.algorithm.online:
+            for rows in filter(None, (train_rows, validation_rows)):
+                OFFLINE[recipe.algorithm.kind].check(rows)
         if self.scorer:
             self.scorer.check_sources({**train_rows.sources, **(validation_rows.sources if validation_rows else {})})
             self.scorer.wait_ready()
@@ -90,7 +94,7 @@ class Run:
             seed=recipe.seed,
             gradient_checkpointing=recipe.train.gradient_checkpointing,
         )
-        if recipe.model.init_from:
+        if recipe.model.init_from and not ranks.broadcast(run.resumes() if ranks.main else None):
             load_trainable(Path(recipe.model.init_from), policy.module)
             console.say(f"starting weights from {recipe.model.init_from}")
         if recipe.model.adapter:
@@ -121,8 +125,7 @@ class Run:
             return
         context.check_start(state.step + 1)
         try:
-            algorithm = self.recipe.algorithm
-            loop = self._online(state) if algorithm.online else OFFLINE[algorithm.kind](context, state)
+            loop = self._online(state) if self.recipe.algorithm.online else self._offline(state)
             loop.run()
         finally:
             if self.ranks.main:
@@ -137,8 +140,14 @@ class Run:
         context.check_start(state.step + 1)
         rollouts = Rollouts(context, engine, self.scorer)
         loop = OnlineLoop(context, rollouts, state)
-        Gates(context, rollouts, loop).run()
+        OnlineGates(context, rollouts, loop).run()
         context.check_start(state.step + 1)
+        return loop
+
+    def _offline(self, state: TrainState) -> OfflineLoop:
+        loop = OFFLINE[self.recipe.algorithm.kind](self.context, state)
+        OfflineGates(self.context, loop).run()
+        self.context.check_start(state.step + 1)
         return loop
 
     def __exit__(self, kind, error, traceback) -> None:

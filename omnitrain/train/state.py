@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from omnitrain.data.sampler import Sampler, build_sampler
-from omnitrain.errors import DataError
 from omnitrain.train.context import Context
 from omnitrain.train.ema import Ema
 from omnitrain.train.optim import build_optimizer
@@ -68,8 +67,6 @@ def run_sampler(context: Context) -> Sampler:
     """What the run draws its rows from. DPO never draws a pair whose responses are the same text."""
     recipe, rows = context.recipe, context.train_rows
     ties = set(rows.ties()) if recipe.algorithm.kind == "dpo" else set()
-    if len(ties) == len(rows):
-        raise DataError(f"{rows.path}: chosen and rejected are the same text in every row; there is nothing to prefer")
     files = [[row for row in part if row not in ties] for part in rows.ranges] if ties else rows.ranges
     return build_sampler(
         files,

@@ -21,7 +21,7 @@ from omnitrain.recipe.gates import GATES
 from omnitrain.rollout import vllm_compat, vllm_weights
 from omnitrain.rollout.engine import State, SyncReport
 from omnitrain.train import checkpoint
-from omnitrain.train.gates import Gates
+from omnitrain.train.online_gates import OnlineGates
 from omnitrain.train.rollouts import Rollouts
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,7 +100,7 @@ class Parts:
         if self.engine.state is not State.AWAKE:
             self.engine.wake()
         changed = self.context.recipe.model_copy(update=recipe)
-        return Gates(dataclasses.replace(self.context, recipe=changed), self.rollouts, self.loop).run()
+        return OnlineGates(dataclasses.replace(self.context, recipe=changed), self.rollouts, self.loop).run()
 
     def verdicts(self) -> list[dict]:
         return json.loads((self.context.run.path / "gates.json").read_text())
@@ -242,7 +242,7 @@ def test_gates_skip_leaves_out_exactly_that_gate_and_says_so(run, capsys, skippe
 # -- g1 -----------------------------------------------------------------------------------------------------
 
 
-def test_g1_fires_when_the_engine_says_it_took_weights_that_it_dropped(parts):
+def test_g1_w3_fires_when_the_engine_says_it_took_weights_that_it_dropped(parts):
     run, patch = parts
 
     def load_weights(named, *, full=False):
@@ -363,7 +363,7 @@ def same(logp):
     return logp
 
 
-def test_g5_fires_when_only_the_update_divides_by_another_temperature(parts):
+def test_g5_k2_fires_when_only_the_update_divides_by_another_temperature(parts):
     run, patch = parts
     change = lambda t: (t * (1.01 if torch.is_grad_enabled() else 1), same)  # noqa: E731
     patch.setattr(run.policy, "logprobs", passes(run, change))
@@ -378,7 +378,7 @@ def test_g5_fires_when_the_updates_log_probs_are_not_numbers(parts):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_g5_fires_on_dropout_also_where_the_tolerance_is_measured(parts, dtype):
+def test_g5_k2_fires_on_dropout_also_where_the_tolerance_is_measured(parts, dtype):
     """The run stays in float32; as "bfloat16" the gate measures its tolerance, which dropout must not widen."""
     run, patch = parts
     for layer in run.policy._thinker.model.layers:
@@ -401,7 +401,7 @@ def disagreeing(detail: str) -> set[str]:
     return set(head.removesuffix(" disagree").removesuffix(" disagrees").split(", "))
 
 
-def test_g6_fires_when_the_trainer_divides_by_another_temperature(parts):
+def test_g6_k4_fires_when_the_trainer_divides_by_another_temperature(parts):
     run, patch = parts
     patch.setattr(run.policy, "logprobs", passes(run, lambda t: (t * 1.02, same)))
     assert disagreeing(refusal(run, "g6")) == set(MODALITIES)
@@ -413,7 +413,7 @@ def test_g6_fires_when_log_probs_differ_by_a_constant_which_pearson_cannot_see(p
     assert "|dlogp| of at most 0.001" in refusal(run, "g6")
 
 
-def test_g6_fires_when_a_weight_that_no_sync_carries_differs(parts):
+def test_g6_k4_fires_when_a_weight_that_no_sync_carries_differs(parts):
     run, _ = parts
     weights = [p for n, p in run.policy.module.named_parameters() if n.endswith("layers.1.mlp.experts.down_proj")]
     assert len(weights) == 1
@@ -475,7 +475,7 @@ def test_gates_over_no_row_at_all_do_not_pass(run):
     refused = run.loop.source._refused
     try:
         run.loop.source._refused = set(range(8))
-        with pytest.raises(DataError, match="none of 8 rows is within data.max_prompt_tokens"):
+        with pytest.raises(DataError, match="none of 8 rows fits into data.max_prompt_tokens"):
             run.gates()
     finally:
         run.loop.source._refused = refused

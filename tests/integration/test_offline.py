@@ -114,15 +114,21 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 
 def drawn(run) -> list[int]:
-    """Records the rows that the run's steps train on."""
-    rows, logprobs = [], run.context.policy.logprobs
+    """Records the rows that the run's steps train on, from after the gates."""
+    rows, begin = [], run._offline
 
-    def watched(batch, *args, **kwargs):
-        if torch.is_grad_enabled():
-            rows.extend(prompt.row.index for prompt, _ in batch[::2])
-        return logprobs(batch, *args, **kwargs)
+    def begun(state):
+        loop, logprobs = begin(state), run.context.policy.logprobs
 
-    run.context.policy.logprobs = watched
+        def watched(batch, *args, **kwargs):
+            if torch.is_grad_enabled():
+                rows.extend(prompt.row.index for prompt, _ in batch[::2])
+            return logprobs(batch, *args, **kwargs)
+
+        run.context.policy.logprobs = watched
+        return loop
+
+    run._offline = begun
     return rows
 
 

@@ -146,7 +146,7 @@ def convert(
     Raises DataError when an input cannot be read, a worker dies, or `out` cannot be written.
     """
     from omnitrain.data.converters.checking import Stash, check, media_notes
-    from omnitrain.data.converters.placing import place_media
+    from omnitrain.data.converters.placing import placed_media
     from omnitrain.data.converters.splitting import hold_out, shared_media
     from omnitrain.data.schema import system_hash, write_rows
 
@@ -175,8 +175,8 @@ def convert(
                     continue
                 given, dropped = part.report.input, dict(sorted(part.report.dropped.items()))
                 counts = {"converter": name, "input": given, "dropped": dropped}
-                rows = place_media(part, out, stash)
-                write_rows(part.report.path, rows, system_hash=system_hash(converter.system), extra=counts)
+                with placed_media(part, out, stash) as rows:
+                    write_rows(part.report.path, rows, system_hash=system_hash(converter.system), extra=counts)
                 part.report.written = True
                 report.files.append(part.report.path)
     except OSError as error:
@@ -192,5 +192,6 @@ def _write_dropped(report: SplitReport) -> list[Path]:
         path.unlink(missing_ok=True)
         return []
     lines = [json.dumps(vars(record), ensure_ascii=False) for record in report.dropped_records]
-    write_text(path, "\n".join(lines) + "\n")
+    # Half a surrogate pair becomes its JSON escape: a list of what was wrong takes any text.
+    write_text(path, "\n".join(lines).encode("utf-8", "backslashreplace").decode() + "\n")
     return [path]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.data.converters import Dropped, Split, turn
+from omnitrain.data.converters.text import ENCODING, parse_json
 from omnitrain.errors import DataError
 
 LETTERS = "ABCDEFGH"
@@ -109,7 +110,7 @@ def _find(folder: Path) -> list[Path]:
 
 def _read_list(path: Path) -> list[Any]:
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = parse_json(path.read_text(encoding=ENCODING))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
     except json.JSONDecodeError as error:

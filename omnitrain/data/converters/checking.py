@@ -114,7 +114,7 @@ def _locate(row: dict[str, Any], root: Path, stash: Stash) -> tuple[dict[str, An
             try:
                 path = (root / given).resolve()
                 outside, missing = not path.is_relative_to(root), not path.is_file()
-            except (OSError, ValueError):  # a name that no file can have
+            except (OSError, ValueError, RuntimeError):  # a name that no file can have, or a link to itself
                 outside, missing = False, True
             if outside or missing:
                 reason = "path outside the data directory" if outside else f"missing {kind}"
@@ -124,6 +124,8 @@ def _locate(row: dict[str, Any], root: Path, stash: Stash) -> tuple[dict[str, An
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return Dropped(row["id"], "invalid record", "a text that is not Unicode (half a surrogate pair)")
+    except TypeError as error:  # a column of a parquet file may hold anything
+        return Dropped(row["id"], "invalid record", f"its meta: {error}")
     return row, files
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.data.converters import Dropped, Split, turn
+from omnitrain.data.converters.text import ENCODING, parse_json
 from omnitrain.errors import DataError
 
 _SPLITS = {
@@ -86,7 +87,7 @@ def split_of(path: Path) -> str:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding=ENCODING).split("\n")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: not a UTF-8 text file (byte {error.start}); gsm8k takes .jsonl or .parquet"
@@ -94,7 +95,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{number}", json.loads(line)
+                yield f"{number}", parse_json(line)
             except json.JSONDecodeError as error:
                 yield f"{number}:{error.colno}", None
 

@@ -46,7 +46,8 @@ class Mmk12:
             if not shards:
                 raise DataError(f"{path}: no MMK12 shard here; expected train-*.parquet or test-*.parquet in it")
             for shard in shards:
-                found.setdefault(split_of(shard), []).append(shard)
+                if shard not in (files := found.setdefault(split_of(shard), [])):
+                    files.append(shard)
         return [Split(name, tuple(files), files[0].parent) for name, files in found.items()]
 
     def records(self, split: Split) -> Iterator[dict[str, Any] | Dropped]:
@@ -62,6 +63,8 @@ class Mmk12:
             return Dropped(name, "empty question", where)
         if answer is None or not str(answer).strip():
             return Dropped(name, "missing answer", where)
+        if not isinstance(answer, (str, int, float)):
+            return Dropped(name, "invalid answer", f"{where}: a {type(answer).__name__}")
         data = image.get("bytes") if isinstance(image, dict) else image
         if not isinstance(data, bytes):
             return Dropped(name, "missing image", where)

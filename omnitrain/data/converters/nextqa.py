@@ -25,6 +25,7 @@ from typing import Any
 
 from omnitrain.data.converters import Dropped, Split, turn
 from omnitrain.data.converters.gsm8k import split_of
+from omnitrain.data.converters.text import ENCODING, parse_json
 from omnitrain.errors import DataError
 
 LETTERS = "ABCDE"
@@ -157,8 +158,11 @@ def _read(path: Path) -> list[dict[str, str]]:
             reader = csv.DictReader(file)
             missing = [name for name in _NEEDED if name not in (reader.fieldnames or [])]
             if missing:
-                there = ", ".join(reader.fieldnames or []) or "none"
-                raise DataError(f"{path}: no column {', '.join(missing)}; it has {there}")
+                there = reader.fieldnames or []
+                mark = next((mark for mark in ";\t|" if len(there) == 1 and mark in there[0]), None)
+                if mark:
+                    raise DataError(f"{path}: its columns are parted by {mark!r}; a CSV file with commas is expected")
+                raise DataError(f"{path}: no column {', '.join(missing)}; it has {', '.join(there) or 'none'}")
             return list(reader)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a UTF-8 text file (byte {error.start}); nextqa takes .csv files") from error
@@ -168,7 +172,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 def _read_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding=ENCODING))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):

@@ -33,6 +33,7 @@ from typing import Any
 
 from omnitrain.data.converters import Dropped, Split, turn
 from omnitrain.data.converters.nextqa import VIDEO_SUFFIXES
+from omnitrain.data.converters.text import ENCODING, parse_json
 from omnitrain.errors import DataError
 
 FOLDERS = {"image": "rlaif-v-dataset", "audio": "audio_files", "video": "video-dataset"}
@@ -171,7 +172,7 @@ def parse_verdict(solution: Any) -> dict[str, Any] | Dropped:
     """`better` and the scores by candidate; or the reason and detail of a Dropped without id."""
     if isinstance(solution, str):
         try:
-            solution = json.loads(solution)
+            solution = parse_json(solution)
         except json.JSONDecodeError as error:
             return Dropped("", "invalid solution", f"not JSON: {error.msg}")
     if not isinstance(solution, dict):
@@ -196,7 +197,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer beyond what a float can hold
         return None
     return number if math.isfinite(number) else None
 
@@ -214,13 +215,13 @@ def _named_media(record: dict[str, Any], kind: str, context_file: str) -> str | 
 def _json_lines(path: Path) -> Iterator[Any]:
     """Records; None for a line that is no JSON."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding=ENCODING).split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a UTF-8 text file (byte {error.start}); JSON lines were expected") from error
     for line in lines:
         if line.strip():
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except json.JSONDecodeError:
                 yield None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from omnitrain.data.converters.checking import Checked, Stash, media_parts
 from omnitrain.errors import DataError
 
 
-def place_media(checked: Checked, out: Path, stash: Stash) -> list[dict[str, Any]]:
-    """Place the media of a split's rows and return the rows with paths relative to `out`.
+@contextmanager
+def placed_media(checked: Checked, out: Path, stash: Stash) -> Iterator[list[dict[str, Any]]]:
+    """Place the media of a split's rows; the rows with paths relative to `out` are for the block to write.
 
-    Raises DataError, and takes back what it placed, when `out` cannot be written.
+    Raises DataError when `out` cannot be written. If the block fails, too, what was placed is taken back.
     """
     root, out, stashed = checked.split.root.resolve(), out.resolve(), stash.folder
     placed: dict[Path, str] = {}
@@ -29,11 +32,13 @@ def place_media(checked: Checked, out: Path, stash: Stash) -> list[dict[str, Any
                     placed[source] = _place(source, base, out, checked.split.name, added)
                 part["path"] = placed[source]
             rows.append(row)
-    except OSError as error:
+        yield rows
+    except BaseException as error:
         for path in added:
             path.unlink(missing_ok=True)
-        raise DataError(f"{error.filename or out}: cannot be written: {error.strerror or error}") from error
-    return rows
+        if isinstance(error, OSError):
+            raise DataError(f"{error.filename or out}: cannot be written: {error.strerror or error}") from error
+        raise
 
 
 def _place(source: Path, base: Path, out: Path, split: str, added: list[Path]) -> str:

@@ -34,8 +34,10 @@ class Lora(Section):
     gate_up_proj and down_proj as well."""
 
     def module_names(self) -> list[str]:
-        """The targets as a list of module names."""
-        return list(LORA_TARGETS.get(self.targets, [self.targets])) if isinstance(self.targets, str) else list(self.targets)
+        """The targets as a list of module names, each once."""
+        if isinstance(self.targets, str):
+            return list(LORA_TARGETS.get(self.targets, [self.targets]))
+        return list(dict.fromkeys(self.targets))
 
 
 class Qwen3OmniModel(Section):

@@ -35,7 +35,10 @@ def _wrap(thinker, kind: str) -> None:
             output.last_hidden_state = _repeat(output.last_hidden_state, sizes, order)
             return output
         sizes = (shape.prod(-1) // self.config.vision_config.spatial_merge_size**2).tolist()
-        output.pooler_output = _repeat(output.pooler_output, sizes, order)
+        if isinstance(output.pooler_output, torch.Tensor):
+            output.pooler_output = _repeat(output.pooler_output, sizes, order)
+        else:  # transformers 5.17: item by item, concatenated by the caller
+            output.pooler_output = [output.pooler_output[index] for index in order]
         output.deepstack_features = [_repeat(level, sizes, order) for level in output.deepstack_features]
         return output
 

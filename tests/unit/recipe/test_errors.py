@@ -139,7 +139,6 @@ def test_a_shipped_recipe_that_is_no_file_here_says_how_to_get_it(tmp_path, monk
         "validate.max_new_tokens=4",
         "samples.every=1",
         "samples.groups=2",
-        'gates.skip=["g6"]',
     ],
 )
 def test_u2_a_field_that_an_offline_algorithm_never_reads_is_an_error(recipe_file, given):
@@ -148,6 +147,13 @@ def test_u2_a_field_that_an_offline_algorithm_never_reads_is_an_error(recipe_fil
     assert f'{given.split("=")[0]} has no effect with algorithm.kind = "sft"' in text
     load([recipe_file()], ["algorithm.kind=sft", "validate.every=2"], offline)
     load([recipe_file()], [given])
+
+
+def test_u2_a_gate_that_an_offline_algorithm_does_not_have_cannot_be_skipped(recipe_file):
+    offline = ["algorithm", "rollout", "rewards"]
+    text = message([recipe_file()], ["algorithm.kind=sft", 'gates.skip=["g10","g6","g5"]'], offline)
+    assert 'gates.skip: g6, g5 has no effect with algorithm.kind = "sft", which has g3, g10; remove it' in text
+    assert load([recipe_file()], ["algorithm.kind=dpo", 'gates.skip=["g5"]'], offline).recipe.gates.skip == ["g5"]
 
 
 def test_keeping_the_best_by_a_validation_metric_needs_validation_rows(recipe_file):

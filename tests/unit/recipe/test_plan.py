@@ -147,6 +147,11 @@ def test_the_published_setting_fits_four_devices_of_80_gib_with_the_weights_awak
     assert parts["engine weights"] == pytest.approx(28.5 + 2.2, abs=0.2)
 
 
+def test_r6_rewards_have_a_line_of_their_own_in_the_memory(planned):
+    (reward,) = [phase for phase in planned().phases if phase.name == "reward"]
+    assert "rewards (on the CPU, or elsewhere)" in dict(reward.parts)
+
+
 def test_auto_sleep_gives_up_the_weights_where_they_do_not_fit_beside_the_update(planned):
     plan = planned("rollout.gpu_memory_utilization=0.65", memory=64.0)
     assert plan.sleep == "weights"

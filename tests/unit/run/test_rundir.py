@@ -161,6 +161,24 @@ def test_an_allowed_or_harmless_change_is_written_and_the_old_recipe_kept(run, r
     assert load([place.logs / "recipe-2.toml"]).recipe.train.max_steps == 20
 
 
+@pytest.mark.parametrize("change", ["seed=7", "data.shuffle=false", 'data.train_weights=[2]'])
+def test_p6_what_fixes_the_draw_of_rows_cannot_change_after_a_checkpoint(run, recipe, change):
+    run().prepare(recipe())
+    place = run()
+    checkpoint(place, 3)
+    with pytest.raises(UsageError, match=f"{change.split('=')[0]} cannot change in a run that has begun.*--fresh"):
+        place.prepare(recipe(change), allow_change=True)
+    assert place.recipe() == recipe()
+
+
+def test_changed_paths_are_shown_as_text(run, recipe):
+    run().prepare(recipe())
+    place = run()
+    checkpoint(place, 3)
+    with pytest.raises(UsageError, match=r"data.train: '[^']*' -> \['/a', '/b'\]"):
+        place.prepare(recipe('data.train=["/a","/b"]'))
+
+
 def test_fresh_moves_the_old_run_aside_and_deletes_nothing(run, recipe):
     first = run()
     first.prepare(recipe())

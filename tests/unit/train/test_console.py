@@ -62,6 +62,31 @@ def test_steps_without_a_difference_in_any_group_are_told_once_and_only_three_in
     assert _told([_step(1.0), _step(1.0), _step(0.9), _step(1.0), _step(1.0)]) == []
 
 
+def _mixed(measure, **modalities):
+    return _step(0.5) | {f"modality/{name}/{measure}": value for name, value in modalities.items()}
+
+
+def test_a_modality_whose_rewards_stay_equal_is_told_once_while_others_differ():
+    flat, varied = (_mixed("zero_std_ratio", video=video, text=0.5) for video in (1.0, 0.9))
+    absent = _mixed("zero_std_ratio", text=0.5, image=0.2)  # a step without videos says nothing about them
+    (line,) = _told([flat] * 5 + [absent] + [flat] * 20)
+    assert line.startswith("warning: video: in each group all rewards were equal, for 10 steps")
+    assert _told([flat] * 9 + [varied] + [flat] * 9) == []
+    assert _told([_mixed("zero_std_ratio", video=1.0, text=1.0)] * 20) == []  # then none is fine
+    assert _told([flat | {"train/overlong_penalty": -0.1}] * 20) == []
+
+
+def test_a_modality_on_which_engine_and_trainer_part_is_told_once_while_others_agree():
+    apart = _mixed("pearson", video=0.61, audio=0.97, text=0.999)
+    (line,) = _told([apart] * 2 + [_mixed("pearson", text=0.999, video=0.99)] + [apart] * 5)
+    assert line == (
+        "warning: video: Pearson of engine and trainer is 0.610, elsewhere up to 0.999, for 3 steps; see `omnitrain explain g6`"
+    )
+    assert _told([apart] * 2) == []
+    assert _told([_mixed("pearson", video=0.6, text=0.7)] * 5) == []  # rollout/pearson says so of all
+    assert _told([_mixed("pearson", video=float("nan"), text=0.999)] * 5) == []
+
+
 def test_a_run_whose_gradients_were_all_zero_says_so_at_its_end():
     assert _told([_step(0.0, 0.0)] * 2) == [
         "warning: the gradient was zero in every step: the update was not exercised"
