@@ -124,7 +124,9 @@ def test_two_ranks_draw_and_keep_what_one_does(two_ranks):
     assert max(line["rollout/draws"] for line in alone[:3]) > 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["kill -9", "SIGTERM"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, id="kill -9"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)]
+)
 def test_p2_two_ranks_ended_in_a_refill_go_on_bit_exact(two_ranks, how):
     recipe, whole = two_ranks
     subprocess.run(["rm", "-rf", str(recipe.parent / "run")], check=True)

@@ -10,7 +10,7 @@ from omnitrain.algorithms.dpo import dpo_loss, response_logprobs
 from omnitrain.models.qwen3_omni.policy import ThinkerPolicy
 from omnitrain.models.qwen3_omni.processing import Processing
 from omnitrain.models.qwen3_omni.spec import Lora, Qwen3OmniModel
-from omnitrain.recipe.schema import Pixels, Video
+from omnitrain.recipe.data import Pixels, Video
 from omnitrain.rollout import vllm_compat
 from omnitrain.rollout.engine import Request, Sampling
 from omnitrain.rollout.queue import EngineGroup, PromptQueue

@@ -7,7 +7,7 @@ import pytest
 from omnitrain.data import video
 from omnitrain.data.schema import system_hash, write_rows
 from omnitrain.models.qwen3_omni.processing import Processing
-from omnitrain.recipe.schema import Video
+from omnitrain.recipe.data import Video
 from omnitrain.train.state import TrainState
 from tests.integration.conftest import one_rank_run
 from tests.integration.test_gates import Parts, refusal, skipping

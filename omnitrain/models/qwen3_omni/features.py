@@ -21,7 +21,7 @@ from omnitrain.data.video import FrameSampling
 from omnitrain.errors import DataError
 from omnitrain.models.qwen3_omni.audio import tokens
 from omnitrain.models.qwen3_omni.layout import Span
-from omnitrain.recipe.schema import Pixels, Video
+from omnitrain.recipe.data import Pixels, Video
 
 
 @dataclass

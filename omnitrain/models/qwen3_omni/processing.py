@@ -10,7 +10,7 @@ from omnitrain.errors import DataError, ModelError
 from omnitrain.models.qwen3_omni.features import Features
 from omnitrain.models.qwen3_omni.layout import Layout
 from omnitrain.models.qwen3_omni.weights import Checkpoint
-from omnitrain.recipe.schema import Pixels, Video
+from omnitrain.recipe.data import Pixels, Video
 
 
 class OverlongPrompt(Exception):

@@ -9,7 +9,7 @@ import torch
 from omnitrain.data.media import load_image
 from omnitrain.errors import DataError, ModelError
 from omnitrain.models.qwen3_omni.processing import OverlongPrompt, Processing
-from omnitrain.recipe.schema import Pixels, Video
+from omnitrain.recipe.data import Pixels, Video
 from tests.unit.models.conftest import ROWS, clip, picture, row, sound
 
 
