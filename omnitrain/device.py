@@ -96,9 +96,9 @@ def can_record_memory(device: torch.device) -> bool:
 
 
 def record_memory(device: torch.device) -> None:
-    """Begin to write down allocations and frees, with their Python stacks: to resolve those of C++ takes a minute."""
+    """Begin to write down allocations and frees, with their stacks."""
     if can_record_memory(device):
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000, device=device)
+        torch.cuda.memory._record_memory_history(max_entries=200_000, device=device)
 
 
 def write_memory(device: torch.device, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Mends of vLLM-Omni's Qwen3-Omni for media, each with its symptom; tests/integration/test_modalities.py fails when one is gone.
 
-All symptoms are of both supported pairs, 0.26 and 0.30, but where one is named. The replaced functions keep what they
-replace in `.upstream`. A mend reads upstream's arguments by their names. Where a version has others, it is left out
-with a warning, and the gates G6 and G7 tell whether it is missed.
+The symptoms were seen on the pair 0.30; the code of 0.26 has the same faults but where a version is named. The replaced
+functions keep what they replace in `.upstream`. A mend reads upstream's arguments by their names. Where a version has
+others, it is left out with a warning, and the gates G6 and G7 tell whether it is missed.
 """
 
 from __future__ import annotations
