@@ -95,4 +95,4 @@ def test_a_source_without_a_reward_is_refused_before_the_model_is_loaded(recipe,
         path.write_text(path.read_text().split('[[rewards]]\nkind = "length"')[0].replace('"numbers"]', '"numbres"]'))
         code, text = omnitrain("train", path, "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert code == 2, text
-    assert 'no reward scores the rows of source "numbers"' in text and "loading the policy" not in text
+    assert 'rewards[1].sources: no row has the source "numbres"' in text and "loading the policy" not in text
