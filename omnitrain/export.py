@@ -129,6 +129,7 @@ def new_directory(out: Path, needed: int = 0) -> Iterator[Path]:
         if free < needed:
             raise RunError(f"{out} needs {_gib(needed)}, {_gib(free)} are free there; make room or choose another --out")
         yield temporary
+        _share(temporary)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -138,6 +139,15 @@ def new_directory(out: Path, needed: int = 0) -> Iterator[Path]:
         raise RunError(f"{out} cannot be written: {error.strerror or error}; choose another --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Give every file the mode that new files have here: safetensors writes its own for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o666 & ~mask)
 
 
 def _bytes(trained: Trained) -> int:

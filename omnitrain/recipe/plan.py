@@ -330,7 +330,7 @@ def _warnings(recipe: Recipe, plan: Plan):
     if plan.sizes is None:
         yield f"no config.json for model.path = {recipe.model.path} here, so memory is not planned"
     if plan.memory_gib is None and plan.sizes is not None:
-        yield "no device memory given: add --memory GIB for a verdict"
+        yield "no device memory given, so the figures above are for the smallest KV cache; add --memory GIB for a verdict on them"
     if train.warmup_updates and batch.updates is not None and train.warmup_updates >= batch.updates:
         yield f"train.warmup_updates = {train.warmup_updates} covers all {batch.updates} updates of the run"
     if recipe.data.validation is None and recipe.validate_.every is not None:

@@ -52,6 +52,8 @@ class Console:
             ("±", "train/reward_std", "{:.3f}"),
             ("zero-std", "train/zero_std_ratio", "{:.2f}"),
             ("loss", "train/loss", "{:.4f}"),
+            ("pairs right", "train/dpo_accuracy", "{:.2f}"),
+            ("margin", "train/dpo_margin", "{:.3f}"),
             ("pearson", "rollout/pearson", "{:.5f}"),
             ("grad", "train/grad_norm", "{:.3g}"),
             ("tok/s", "rollout/tokens_per_s", "{:.0f}"),

@@ -71,7 +71,7 @@ METRICS: dict[str, str] = {
     "modality/<modality>/response_tokens_mean": "Mean response length of these, in tokens.",
     "modality/<modality>/pearson": "Correlation of token probabilities, engine and trainer, on these.",
     "modality/<modality>/logp_diff_mean": "Mean |log-prob difference| of engine and trainer on these, in nats.",
-    "val/<task>/accuracy": "Share of validation rows answered right; the task is the rows' source. In DPO: of pairs told apart; the task is their modality, or all.",
+    "val/<task>/accuracy": "Share of validation rows answered right; the task is the rows' source. In DPO: of pairs whose chosen response has gained more on the reference, so 0 at step 0, where the two are equal; the task is their modality, or all.",
     "val/<task>/reward": "Mean reward on the validation rows.",
     "val/<task>/loss": "Validation cross-entropy per target token (SFT), or loss per pair (DPO).",
     "val/<task>/margin": "Mean of chosen minus rejected reward on the validation pairs (DPO).",

@@ -51,3 +51,13 @@ def _below(error: type) -> list[type]:
 def test_links_between_pages_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     assert [target for target in targets if not ((ROOT / page).parent / target).exists()] == []
+
+
+def test_the_corrections_in_the_algorithms_page_load(tmp_path):
+    recipe = blocks("README.md", "toml")[0]
+    tables = blocks("docs/algorithms.md", "toml")
+    assert len(tables) == 3
+    for table in tables:
+        path = tmp_path / "recipe.toml"
+        path.write_text(recipe + "\n" + table)
+        assert load([path]).recipe.algorithm.correction is not None
