@@ -7,6 +7,7 @@ which is less where the rollout correction rejected something.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def build_objective(recipe: Recipe) -> GspoObjective | DapoObjective | DpoObject
     return DapoObjective(algorithm, weights, max_new_tokens=recipe.rollout.max_new_tokens)
 
 
-class _GroupObjective:
+class _GroupObjective(ABC):
     """What GSPO and DAPO share: groups of sampled responses, their advantages, the KL and the rollout correction.
 
     reward_weights: by reward name, as in `Sample.rewards`; only `combine = "advantage"` reads them.
@@ -103,9 +104,9 @@ class _GroupObjective:
             sample.advantage = advantage
         return {}
 
+    @abstractmethod
     def units(self, samples: list[Sample]) -> int:
         """What an update over these counts."""
-        raise NotImplementedError
 
     def loss(self, logp: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the loss over the batch, and sums and maxima to log. logp is (N,)."""
@@ -125,8 +126,9 @@ class _GroupObjective:
             loss, stats["kl_sum"] = loss + self.spec.kl * kl, kl_stats["kl_sum"]
         return loss, stats
 
+    @abstractmethod
     def _policy_loss(self, logp: Tensor, old: Tensor, batch: Batch, weights: Tensor | None, keep: Tensor | None):
-        raise NotImplementedError
+        """The algorithm's own sum over the batch, and its statistics."""
 
     def _kl_loss(self, logp: Tensor, batch: Batch, keep: Tensor | None):
         return kl_loss(logp, batch.reference, batch.lengths, keep=keep)
